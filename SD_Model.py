@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, fields
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,7 +29,7 @@ class InputError(ValueError):
 
 
 def run_cli(main):
-    """Run a program's main(). An InputError becomes one line on stderr and exit status 2; other errors stay tracebacks."""
+    """Run a program's main(): an InputError becomes one line on stderr and exit status 2; a bug keeps its traceback."""
     try:
         main()
     except InputError as e:
@@ -544,7 +545,7 @@ class TextEncoder(nn.Module):
             loader = CLIPTextModel if is_clip else AutoModel
             model, info = loader.from_pretrained(name, output_loading_info=True, dtype=torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError, KeyError, RuntimeError) as e:  # absent, offline, not a model, damaged weights
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as e:  # absent, offline, damaged
             reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else type(e).__name__
             raise InputError(
                 f"a text encoder was wanted at {name!r}, a local folder or a hub name, and could not be loaded "
@@ -708,9 +709,9 @@ def sampling_timesteps(steps: int, spacing: str = "leading", offset: int = 0, to
         t = i[::-1] * ratio
         t = t + min(offset, total - 1 - t[0])
     elif spacing == "trailing":
-        t = np.round(total - i * (total / steps)) - 1
+        t = np.round(np.arange(total, 0, -total / steps)[:steps]) - 1  # arange's own rounding: one too many at times
     elif spacing == "linspace":
-        t = np.round(np.linspace(0, total - 1, steps))[::-1]
+        t = np.round(np.linspace(0, total - 1, steps))[::-1] if steps > 1 else i + total - 1  # one step: from noise
     else:
         raise ValueError(f"timestep spacing wants leading, trailing or linspace, found {spacing!r}")
     return [int(v) for v in t]

@@ -1,0 +1,313 @@
+"""What training sees: which pictures, in which order, with which noise.
+
+A sample's randomness belongs to the sample: everything here is a function of (seed, global position), the number of
+images seen before it, and of nothing else. Ranks, batches, accumulation and restarts only cut the same sequence.
+"""
+
+import contextlib
+import json
+import queue
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+
+from data_pipeline import common
+from SD_Model import InputError
+
+
+def generator(*key: int) -> np.random.Generator:
+    """A counter-based generator (Philox, Salmon et al. 2011) of its own for each key of up to three integers."""
+    seed, stream, position = (*key, 0, 0)[:3]
+    words = np.array([(seed & 0xFFFFFFFF) | (stream & 0xFFFFFFFF) << 32, position], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=words))
+
+
+STREAM_SAMPLE, STREAM_EPOCH, STREAM_SOURCE, STREAM_VALIDATION = 0, 1, 2, 1 << 20
+
+
+class Source(NamedTuple):
+    name: str
+    weight: float | None
+    cap: int | None
+    dataset: Path
+    latents: Path
+
+
+def parse_sources(settings: dict) -> list[Source]:
+    """`name[:weight[:cap]],...` below data_root, or the one --dataset with its --latents."""
+    if settings["dataset"] is not None:
+        return [
+            Source(Path(settings["dataset"]).name, None, None, Path(settings["dataset"]), Path(settings["latents"]))
+        ]
+    root, sources = Path(settings["data_root"]), []
+    for part in settings["data"].split(","):
+        name, *numbers = part.strip().split(":")
+        try:
+            weight = float(numbers[0]) if numbers and numbers[0] else None
+            cap = int(numbers[1]) if len(numbers) > 1 else None
+            if not name or len(numbers) > 2 or (weight is not None and weight <= 0) or (cap is not None and cap < 1):
+                raise ValueError
+        except ValueError:
+            raise InputError(f"--data wants name[:weight[:cap]],... with positive numbers, found {part!r}") from None
+        sources.append(Source(name, weight, cap, root / name / "dataset", root / name / "latents"))
+    if len({s.weight is None for s in sources}) > 1:
+        raise InputError(f"--data wants weights for all sources or for none, found {settings['data']!r}")
+    return sources
+
+
+def read_manifest(folder: Path, what: str) -> dict:
+    path = folder / "manifest.json"
+    try:
+        return json.loads(path.read_text())
+    except OSError:
+        raise InputError(
+            f"{what} were wanted in {folder}, and there is no {path.name}; make them, or mend the path"
+        ) from None
+    except ValueError:
+        raise InputError(f"{path} is damaged (not JSON); make the {what} again") from None
+
+
+def read_split(folder: Path, split: str) -> tuple[pa.ChunkedArray, np.ndarray, pa.ChunkedArray]:
+    """image_key, input_ids [N, L] and caption of one split of an Arrow dataset, memory-mapped."""
+    try:
+        state = json.loads((folder / split / "state.json").read_text())
+        tables = [
+            pa.ipc.open_stream(pa.memory_map(str(folder / split / f["filename"]))).read_all()
+            for f in state["_data_files"]
+        ]
+    except (OSError, ValueError, KeyError, pa.ArrowInvalid) as e:
+        raise InputError(
+            f"a dataset with a {split} split was wanted in {folder} ({e}); run data_pipeline/05 again"
+        ) from None
+    table = pa.concat_tables(tables)
+    ids = [np.asarray(c.flatten()).reshape(len(c), -1) for c in table["input_ids"].chunks if len(c)]
+    ids = np.concatenate(ids) if ids else np.zeros((0, 1), np.int32)
+    return table["image_key"], ids.astype(np.uint16 if ids.max(initial=0) < 1 << 16 else np.int32), table["caption"]
+
+
+class LatentStore:
+    """Latents of one source: packed [N, C, h, w] fp16 arrays, memory-mapped so that ranks share the page cache, with an
+    index of image keys; or a folder of one .npy a picture, read into memory by threads."""
+
+    def __init__(self, folder: Path, pretouch: bool):
+        self.manifest = read_manifest(folder, "latents")
+        self.arrays, self.unreadable = [], 0
+        index = sorted(folder.glob("*.parquet"))
+        if index:
+            keys, shards, rows = [], [], []
+            for path in index:
+                try:
+                    table = pq.read_table(path, columns=["image_key", "row"])
+                    array = np.load(path.with_suffix(".npy"), mmap_mode="r")
+                except (OSError, ValueError, pa.ArrowInvalid):  # cut or empty
+                    self.unreadable += 1
+                    continue
+                keys.append(table["image_key"].combine_chunks())
+                rows.append(table["row"].to_numpy())
+                shards.append(np.full(len(table), len(self.arrays)))
+                self.arrays.append(array)
+            if pretouch:  # one rank a machine brings the files into the page cache, at disk speed
+                with ThreadPoolExecutor(4) as pool:
+                    list(pool.map(_read_through, [p.with_suffix(".npy") for p in index]))
+            self.keys = (
+                pa.chunked_array(keys, type=pa.string()) if keys else pa.chunked_array([pa.array([], pa.string())])
+            )
+            self.shard = np.concatenate(shards) if shards else np.zeros(0, int)
+            self.row = np.concatenate(rows) if rows else np.zeros(0, int)
+        else:
+            files = sorted(folder.rglob("*.npy"))
+            with ThreadPoolExecutor(16) as pool:
+                loaded = list(pool.map(_load_or_none, files))
+            good = [(f, a) for f, a in zip(files, loaded) if a is not None]
+            self.unreadable = len(files) - len(good)
+            source = folder.parent.name
+            self.keys = pa.chunked_array(
+                [[f"{source}/{f.relative_to(folder).with_suffix('')}" for f, _ in good]], pa.string()
+            )
+            self.arrays = [np.stack([a for _, a in good])] if good else []
+            self.shard, self.row = np.zeros(len(good), int), np.arange(len(good))
+
+
+def _read_through(path: Path):
+    with contextlib.suppress(OSError), open(path, "rb", buffering=0) as f:
+        buffer = bytearray(1 << 24)
+        while f.readinto(buffer):
+            pass
+
+
+def _load_or_none(path: Path) -> np.ndarray | None:
+    try:
+        return np.load(path)
+    except (OSError, ValueError, EOFError):
+        return None
+
+
+class Split:
+    """Pictures of one split over all sources: token ids, latents, and where each source's pictures lie."""
+
+    def __init__(self, sources: list[Source], stores: list[LatentStore], split: str, fraction: float):
+        self.arrays, ids, shard, row, keys, captions, self.sizes = [], [], [], [], [], [], []
+        self.moments = stores[0].manifest["kind"] == "moments"
+        self.missing, self.unreadable = 0, sum(s.unreadable for s in stores)
+        for source, store in zip(sources, stores):
+            key, token_ids, caption = read_split(source.dataset, split)
+            found = pc.index_in(key, value_set=store.keys.combine_chunks()).combine_chunks()
+            kept = np.flatnonzero(np.asarray(found.is_valid()))
+            self.missing += len(key) - len(kept)
+            if fraction < 1 or (source.cap is not None and source.cap < len(kept)):
+                rank = np.array([common.key_fraction(k) for k in key.take(kept).to_pylist()])
+                order = np.argsort(rank, kind="stable")[: source.cap]
+                kept = np.sort(kept[order[rank[order] < fraction]])
+            at = np.asarray(found.take(kept))
+            ids.append(token_ids[kept])
+            shard.append(store.shard[at] + len(self.arrays))
+            row.append(store.row[at])
+            keys.append(key.take(kept))
+            captions.append(caption.take(kept))
+            self.arrays += store.arrays
+            self.sizes.append(len(kept))
+        if len({a.shape[1] for a in ids if len(a)}) > 1:
+            raise InputError(
+                f"the sources' token ids differ in length: {[a.shape[1] for a in ids]}; tokenise them alike"
+            )
+        self.ids, self.shard, self.row = np.concatenate(ids), np.concatenate(shard), np.concatenate(row)
+        self.keys, self.captions = (pa.chunked_array([c for x in parts for c in x.chunks], pa.string())
+                                    for parts in (keys, captions))  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def latents(self, index: np.ndarray) -> np.ndarray:
+        """Stored latents fp32 [B, C, h, w]."""
+        return np.stack([self.arrays[self.shard[i]][self.row[i]] for i in index]).astype(np.float32)
+
+
+class SampleOrder:
+    """Which picture stands at each global position of training.
+
+    Epoch e of a source is a permutation of (seed, source, e). A mixture's epoch has as many positions as the sources
+    have pictures; its weights hold over any window, since each source's draws are spread evenly over the epoch.
+    """
+
+    def __init__(self, sizes: list[int], weights: list[float] | None, seed: int):
+        self.sizes, self.seed, self.epoch_size = sizes, seed, sum(sizes)
+        weights = np.array(sizes if weights is None else weights, float)
+        share = weights / weights.sum() * self.epoch_size
+        self.draws = np.floor(share).astype(int)  # positions of an epoch that each source fills
+        for s in np.argsort(self.draws - share, kind="stable")[: self.epoch_size - self.draws.sum()]:
+            self.draws[s] += 1
+        self.offsets = np.concatenate([[0], np.cumsum(sizes)])
+        self._cache = {}
+
+    def _permutation(self, source: int, epoch: int) -> np.ndarray:
+        return generator(self.seed, STREAM_SOURCE + 4 * source, epoch).permutation(self.sizes[source])
+
+    def epoch(self, e: int) -> np.ndarray:
+        """Indices into the split, int [epoch_size], of epoch e."""
+        if e not in self._cache:
+            times, index = [], []
+            for s, (draws, size) in enumerate(zip(self.draws, self.sizes)):
+                if draws == 0:
+                    continue
+                jitter = generator(self.seed, STREAM_EPOCH + 4 * s, e).random(draws)
+                times.append((np.arange(draws) + jitter) / draws)
+                first, last = e * draws, (e + 1) * draws  # of the source's own endless sequence of epochs
+                own = [self._permutation(s, k) for k in range(first // size, (last - 1) // size + 1)]
+                start = first - first // size * size
+                index.append(np.concatenate(own)[start : start + draws] + self.offsets[s])
+            order = np.argsort(np.concatenate(times), kind="stable")
+            self._cache = {k: v for k, v in self._cache.items() if k == e - 1} | {e: np.concatenate(index)[order]}
+        return self._cache[e]
+
+    def at(self, positions: np.ndarray) -> np.ndarray:
+        """Indices into the split at global positions (images seen before), int [B]."""
+        return np.array([self.epoch(int(p) // self.epoch_size)[int(p) % self.epoch_size] for p in positions])
+
+
+class Batch(NamedTuple):
+    latents: torch.Tensor  # fp32 [B, z, h, w]
+    noise: torch.Tensor  # fp32 [B, z, h, w]
+    t: torch.Tensor  # int64 [B]
+    ids: torch.Tensor  # int64 [B, L], those of "" where the caption is dropped
+
+
+def make_batch(
+    split: Split, order: SampleOrder, positions: np.ndarray, null_ids: np.ndarray, drop: float, seed: int, steps: int
+) -> Batch:
+    """The samples at these global positions. Each draws from its own generator, always in the same sequence.
+
+    drop: probability that a caption is replaced by null_ids [L], those of ""; steps: timesteps of the noise schedule.
+    """
+    index = order.at(positions)
+    stored, ids = split.latents(index), split.ids[index].astype(np.int64)
+    z = stored.shape[1] // 2 if split.moments else stored.shape[1]
+    latents, t = stored[:, :z].copy(), np.empty(len(index), np.int64)
+    noise = np.empty_like(latents)
+    for i, position in enumerate(positions):
+        rng = generator(seed, STREAM_SAMPLE, int(position))
+        t[i] = rng.integers(steps)
+        if rng.random() < drop:
+            ids[i] = null_ids
+        rng.standard_normal(out=noise[i], dtype=np.float32)
+        if split.moments:  # mean, log-variance -> a draw from the posterior
+            latents[i] += np.exp(0.5 * stored[i, z:]) * rng.standard_normal(latents[i].shape, dtype=np.float32)
+    return Batch(*(torch.from_numpy(a) for a in (latents, noise, t, ids)))
+
+
+def validation_index(split: Split, count: int, name: str, seed: int) -> np.ndarray:
+    """Which `count` pictures of a split are validated on; fixed by the seed."""
+    return generator(seed, STREAM_VALIDATION + (name == "train"), 0).permutation(len(split))[:count]
+
+
+def validation_batch(split: Split, count: int, name: str, seed: int, steps: int) -> Batch:
+    """Fixed pictures with fixed noise and stratified timesteps: the loss on them moves only when the weights do."""
+    index = validation_index(split, count, name, seed)
+    latents = split.latents(index)
+    latents = latents[:, : latents.shape[1] // 2 if split.moments else latents.shape[1]].copy()
+    stream = STREAM_VALIDATION + (name == "train")
+    noise = np.stack(
+        [generator(seed, stream, 1 + i).standard_normal(latents.shape[1:], np.float32) for i in range(len(index))]
+    )
+    t = ((np.arange(len(index)) + 0.5) / len(index) * steps).astype(np.int64)
+    return Batch(*(torch.from_numpy(a) for a in (latents, noise, t, split.ids[index].astype(np.int64))))
+
+
+class Prefetcher:
+    """Makes the coming micro-batches in a thread, a few ahead; pinned where the device is CUDA."""
+
+    def __init__(self, make, positions, device: torch.device, depth: int = 4):
+        self._queue, self._stop, self._device = queue.Queue(depth), threading.Event(), device
+        self._thread = threading.Thread(target=self._work, args=(make, positions), daemon=True)
+        self._thread.start()
+
+    def _work(self, make, positions):
+        try:
+            for p in positions:
+                batch = make(p)
+                if self._device.type == "cuda":
+                    batch = Batch(*(x.pin_memory() for x in batch))
+                while not self._stop.is_set():
+                    with contextlib.suppress(queue.Full):
+                        self._queue.put(batch, timeout=0.1)
+                        break
+                if self._stop.is_set():
+                    return
+        except Exception as e:  # raised again in next()
+            self._queue.put(e)
+
+    def next(self) -> Batch:
+        item = self._queue.get()
+        if isinstance(item, Exception):
+            raise item
+        return Batch(*(x.to(self._device, non_blocking=True) for x in item))
+
+    def close(self):
+        self._stop.set()
+        self._thread.join()

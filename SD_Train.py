@@ -1,0 +1,891 @@
+"""Train the UNet (and, if asked, the text encoder) on cached latents, phase after phase.
+
+    python SD_Train.py --phase demo --data_root data --out runs/demo                                   # one device
+    torchrun --nproc_per_node=2 SD_Train.py --phase laion_broad --data_root data --out runs/1_broad    # two GPUs
+    torchrun --nproc_per_node=2 SD_Train.py --phase laion_hq --data_root data --out runs/2_hq --init_from runs/1_broad
+    torchrun ... (the same command) --resume                                                # go on after any stop
+    python SD_Train.py --phase 1 --data_root data --dry_run                                 # what would be done
+    python SD_Train.py --phase 1 --benchmark 200                                            # speed on this card
+
+On several machines, start the same torchrun line on each with --nnodes, --node_rank and --rdzv_endpoint, or use srun.
+
+What is random about a sample (its place in the epoch, noise, timestep, caption drop) is a function of the seed and of
+the sample's global position alone, so that ranks x batch x accumulation can be cut in any way, and a run killed at any
+moment goes on as if nothing had happened.
+"""
+
+import argparse
+import contextlib
+import copy
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+import SD_Convert
+import SD_ImageGen
+from data_pipeline import common
+from SD_Data import (
+    Batch,
+    LatentStore,
+    Prefetcher,
+    SampleOrder,
+    Split,
+    make_batch,
+    parse_sources,
+    read_manifest,
+    validation_batch,
+    validation_index,
+)
+from SD_Model import (
+    PRESETS,
+    InputError,
+    NoiseSchedule,
+    ResBlock,
+    SpatialTransformer,
+    TextEncoder,
+    UNet,
+    count_parameters,
+    run_cli,
+    weights_hash,
+)
+from SD_Run import BINS, Checkpointer, Log, Window, find_checkpoint, load_weights, plot_run, sha256, to_host
+
+# ----------------------------------------------------------------------------------------------------------------
+# Phases: how a network is trained. Flags override a row; the row's name or number selects it.
+# ----------------------------------------------------------------------------------------------------------------
+
+
+class Phase(NamedTuple):
+    number: int | None  # for --phase NUMBER
+    model: str  # preset in SD_Model.PRESETS
+    data: str  # sources below --data_root: name[:weight[:cap]], comma-separated; without weights, in proportion
+    size: int  # pixels a side; the latents' manifest must agree
+    epochs: float  # passes over the mixture
+    lr: float  # peak learning rate
+    warmup: int  # optimizer steps from 1 % to the peak, before the cosine to 1 %
+    drop: float  # share of captions replaced by the empty one
+    gamma: float  # Min-SNR gamma; 0: no weighting
+    ema: float  # EMA decay, reached by warm-up
+    betas: str  # noise schedule
+    decay: float  # weight decay; never on biases and norms
+    batch: int  # images a GPU and micro-batch
+    accumulate: int  # micro-batches a step; the full run's 24 x 2 GPUs x 2 = 96 images a step
+
+
+FINAL_MIX = "laion_hq:0.37,synthetic:0.44:250000,faces:0.09,fullbody:0.10"
+CONSOLIDATE_MIX = "laion_hq:0.6:150000,faces:0.2:50000,fullbody:0.2:58000"
+# fmt: off
+PHASES = {
+    #                    no    model    data             size  epochs  lr     warmup  drop  gamma  ema     betas                decay  batch  acc  # noqa: E501
+    "laion_broad": Phase(1,    "sd15",  "laion",          512, 10,     1e-5,   500,   0.05, 5,     0.9999, "scaled_linear",     1e-2,  24,   2),  # noqa: E501
+    "laion_hq":    Phase(2,    "sd15",  "laion_hq",       512,  7,     1e-5,   500,   0.05, 5,     0.9999, "scaled_linear",     1e-2,  24,   2),  # noqa: E501
+    "synthetic":   Phase(3,    "sd15",  "synthetic",      512,  5,     1e-5,   500,   0.05, 5,     0.9999, "scaled_linear",     1e-2,  24,   2),  # noqa: E501
+    "faces":       Phase(4,    "sd15",  "faces",          512,  7,     2e-6,   200,   0.15, 5,     0.9999, "scaled_linear",     1e-2,  24,   2),  # noqa: E501
+    "fullbody":    Phase(5,    "sd15",  "fullbody",       512,  9,     1.5e-6, 150,   0.15, 5,     0.9999, "scaled_linear",     1e-2,  24,   2),  # noqa: E501
+    "consolidate": Phase(6,    "sd15",  CONSOLIDATE_MIX,  512,  4,     1e-6,   100,   0.15, 5,     0.9999, "scaled_linear",     1e-2,  24,   2),  # noqa: E501
+    "final":       Phase(7,    "sd15",  FINAL_MIX,        512,  6,     1e-6,   150,   0.15, 5,     0.9999, "scaled_linear",     1e-2,  24,   2),  # noqa: E501
+    "scratch_256": Phase(None, "sd15",  "laion",          256, 10,     1e-4,  1000,   0.10, 5,     0.9999, "squaredcos_cap_v2", 0.0,   32,   1),  # noqa: E501
+    "openmoji":    Phase(None, "small", "openmoji",       128, 400,    3e-4,   500,   0.10, 5,     0.999,  "scaled_linear",     1e-2, 128,   1),  # noqa: E501
+    "demo":        Phase(None, "tiny",  "shapes",          64, 10,     2e-3,   100,   0.10, 5,     0.995,  "scaled_linear",     1e-2,  32,   1),  # noqa: E501
+}
+# fmt: on
+
+# Everything else a run is made of. Each has a flag of its name.
+DEFAULTS = dict(
+    dataset=None, latents=None, data_root="data", vae=None, text_encoder=None, tokenizer=None,
+    train_text_encoder=False, text_lr=0.1, prediction="epsilon", zero_terminal_snr=False, zero_init="all",
+    lr_schedule="cosine", beta1=0.9, beta2=0.999, clip=1.0, latent_fraction=1.0, seed=0, max_steps=None,
+    grad_checkpoint="none", compile=False, dtype=None, channels_last=None, save_steps=1000, keep_last=3, keep_every=0,
+    val_steps=500, val_images=256, sample_steps=1000, sample_prompts=None, sample_cfg=7.5, log_steps=10,
+    max_skipped=10, wandb="auto",
+)  # fmt: skip
+# What --resume may change; the rest must stay as the run began.
+CHANGEABLE = set(
+    "dataset latents data_root vae text_encoder tokenizer max_steps epochs lr batch accumulate grad_checkpoint compile "
+    "dtype channels_last save_steps keep_last keep_every val_steps val_images sample_steps sample_prompts sample_cfg "
+    "log_steps max_skipped wandb".split()
+)
+SMALL_VAE = 64 << 20  # bytes; a VAE up to this goes into each checkpoint, a larger one by name and hash
+# Dense bf16 FLOP/s of tensor cores, from the makers' data sheets, for MFU.
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12, "3090": 71e12}
+
+
+def parse_args(argv=None) -> argparse.Namespace:
+    """Flags default to None and override the phase's row (or, on --resume, what the run began with)."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    on = dict(action="store_true", default=None)
+
+    g = p.add_argument_group("what to train")
+    g.add_argument("--phase", required=True, help=f"row of PHASES, by name or number: {', '.join(PHASES)}")
+    g.add_argument("--model", help=f"network preset: {', '.join(PRESETS)}")
+    g.add_argument("--init_from", help="start from these weights: checkpoint, run folder, or any SD 1.x file or folder")
+    g.add_argument("--init_weights", choices=["same", "ema", "live"], default="same",
+                   help="of --init_from: live to live and EMA to EMA (same), or both from one")  # fmt: skip
+    g.add_argument("--text_encoder", help="folder or hub name; default openai/clip-vit-large-patch14 for sd15")
+    g.add_argument("--tokenizer", help="folder: start a fresh text encoder of the preset's size for this tokenizer")
+    g.add_argument("--train_text_encoder", help="train it with the UNet", **on)
+    g.add_argument("--text_lr", type=float, help="its learning rate, as a multiple of --lr (0.1)")
+    g.add_argument("--vae", help="for sample grids; default: the one the latents were made with")
+    g.add_argument("--zero_init", choices=["all", "original", "none"], help="which layers start at zero")
+
+    g = p.add_argument_group("data")
+    g.add_argument("--data_root", help="folder of <source>/dataset and <source>/latents (data)")
+    g.add_argument("--data", help="sources: name[:weight[:cap]],...")
+    g.add_argument("--dataset", help="instead: one dataset folder ...")
+    g.add_argument("--latents", help="... and its latents")
+    g.add_argument("--size", type=int, help="pixels a side")
+    g.add_argument(
+        "--latent_fraction", type=float, help="use this share of the pictures, chosen by hash of the key (1)"
+    )
+
+    g = p.add_argument_group("optimisation")
+    g.add_argument("--epochs", type=float)
+    g.add_argument("--max_steps", type=int, help="optimizer steps of the whole run, instead of --epochs")
+    g.add_argument("--stop_at", type=int, help="save and stop after this step; the schedule stays as planned")
+    g.add_argument("--batch", type=int, help="images a GPU and micro-batch")
+    g.add_argument("--accumulate", type=int, help="micro-batches a step")
+    g.add_argument("--lr", type=float)
+    g.add_argument("--lr_schedule", choices=["cosine", "linear", "constant"], help="after the warm-up (cosine)")
+    g.add_argument("--warmup", type=int)
+    g.add_argument("--decay", type=float, help="weight decay")
+    g.add_argument("--beta1", type=float)
+    g.add_argument("--beta2", type=float)
+    g.add_argument("--clip", type=float, help="global gradient norm; 0: none (1)")
+    g.add_argument("--ema", type=float)
+    g.add_argument("--seed", type=int)
+
+    g = p.add_argument_group("diffusion")
+    g.add_argument("--betas", choices=["scaled_linear", "linear", "squaredcos_cap_v2"])
+    g.add_argument("--prediction", choices=["epsilon", "v"])
+    g.add_argument("--zero_terminal_snr", help="with --prediction v", **on)
+    g.add_argument("--gamma", type=float, help="Min-SNR gamma; 0: no weighting")
+    g.add_argument("--drop", type=float, help="caption dropout")
+
+    g = p.add_argument_group("speed and memory")
+    g.add_argument("--device", help="cuda, mps or cpu; default: the best there is")
+    g.add_argument("--dtype", choices=["fp32", "bf16"], help="autocast; default bf16 on CUDA, fp32 elsewhere")
+    g.add_argument("--grad_checkpoint", choices=["none", "resblocks"], help="recompute residual blocks in backward")
+    g.add_argument("--compile", help="torch.compile of each residual block and transformer", **on)
+    g.add_argument("--no_compile", dest="compile", action="store_false", default=None)
+    g.add_argument("--channels_last", help="memory format; default on CUDA", **on)
+    g.add_argument("--contiguous", dest="channels_last", action="store_false", default=None)
+
+    g = p.add_argument_group("the run")
+    g.add_argument("--out", help="run folder (runs/<phase>)")
+    g.add_argument(
+        "--resume", nargs="?", const="latest", help="go on from the newest valid checkpoint, or from this one"
+    )
+    g.add_argument("--save_steps", type=int, help="steps between checkpoints (1000)")
+    g.add_argument("--keep_last", type=int, help="checkpoints kept (3)")
+    g.add_argument("--keep_every", type=int, help="and for ever, each of this many steps (0: none)")
+    g.add_argument("--val_steps", type=int, help="steps between validations; 0: never (500)")
+    g.add_argument("--val_images", type=int, help="pictures of each validation split (256)")
+    g.add_argument("--sample_steps", type=int, help="steps between sample grids; 0: never (1000)")
+    g.add_argument("--sample_prompts", help="file with a prompt a line; default: eight held-out captions")
+    g.add_argument("--sample_cfg", type=float, help="guidance of the sample grids (7.5)")
+    g.add_argument("--log_steps", type=int, help="steps a line of log.jsonl (10)")
+    g.add_argument("--max_skipped", type=int, help="stop after so many non-finite steps in a row (10)")
+    g.add_argument("--wandb", choices=["auto", "online", "offline", "disabled"], help="auto: offline without a key")
+    g.add_argument("--dry_run", action="store_true", help="print the resolved configuration and plan, and stop")
+    g.add_argument("--benchmark", type=int, metavar="STEPS", help="time so many steps on synthetic latents, and stop")
+    return p.parse_args(argv)
+
+
+def phase_named(name: str) -> str:
+    by_number = {str(row.number): key for key, row in PHASES.items() if row.number}
+    name = by_number.get(name, name)
+    if name not in PHASES:
+        raise InputError(f"--phase wants one of {', '.join(PHASES)} or a number from 1 to 7, found {name!r}")
+    return name
+
+
+def resolve(args, saved: dict | None) -> dict:
+    """The run's settings: the phase's row and DEFAULTS, or on resume the saved settings; flags on top."""
+    phase = phase_named(args.phase)
+    row = PHASES[phase]._asdict()
+    row.pop("number")
+    settings = {"phase": phase} | row | DEFAULTS if saved is None else dict(saved)
+    if saved is not None and saved["phase"] != phase:
+        raise InputError(
+            f"this run is of phase {saved['phase']}, and --phase {phase} was given; start it in another --out"
+        )
+    for name in settings:
+        value = getattr(args, name, None)
+        if value is None or name == "phase":
+            continue
+        if saved is not None and value != saved[name] and name not in CHANGEABLE:
+            raise InputError(
+                f"--{name} {value} differs from the run's {saved[name]} and cannot change on --resume; drop the flag, "
+                "or start a new run with --init_from"
+            )
+        settings[name] = value
+    if settings["model"] not in PRESETS:
+        raise InputError(f"--model wants one of {', '.join(PRESETS)}, found {settings['model']!r}")
+    for name in ("batch", "accumulate", "epochs", "lr", "save_steps", "log_steps", "val_images"):
+        if not settings[name] > 0:
+            raise InputError(f"--{name} wants a positive number, found {settings[name]}")
+    for name, low, high in (("drop", 0, 1), ("ema", 0, 1), ("latent_fraction", 0, 1)):
+        if not low <= settings[name] <= high:
+            raise InputError(f"--{name} wants a number from {low} to {high}, found {settings[name]}")
+    if (settings["dataset"] is None) != (settings["latents"] is None):
+        raise InputError("--dataset and --latents name one source together: give both, or --data_root alone")
+    return settings
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The trained module, its EMA, learning rate, one micro-batch
+# ----------------------------------------------------------------------------------------------------------------
+
+
+class Denoiser(nn.Module):
+    """What DDP wraps: the UNet, and the text encoder if it is trained."""
+
+    def __init__(self, unet: UNet, text_encoder: TextEncoder | None):
+        super().__init__()
+        self.unet, self.text_encoder = unet, text_encoder
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        """Noisy latents [B, z, h, w], timesteps [B] -> [B, z, h, w].
+
+        text: token ids [B, L] where the text encoder is trained, else its ready context [B, L, D].
+        """
+        return self.unet(x, t, text if self.text_encoder is None else self.text_encoder(text))
+
+
+def ema_decay(decay: float, updates: int) -> float:
+    """Decay of the next update: warms up as (1 + n) / (10 + n) after n updates."""
+    return min(decay, (1 + updates) / (10 + updates))
+
+
+@torch.no_grad()
+def update_ema(ema: nn.Module, live: nn.Module, decay: float):
+    """ema = decay ema + (1 - decay) live, in fp32, in place."""
+    torch._foreach_lerp_(list(ema.parameters()), list(live.parameters()), 1 - decay)
+
+
+def lr_at(step: int, total: int, settings: dict) -> float:
+    """Learning rate of optimizer step `step` (from 0): up from 1 % over the warm-up, then to 1 % at the last step."""
+    peak, warmup = settings["lr"], settings["warmup"]
+    if step < warmup:
+        return peak * (0.01 + 0.99 * step / warmup)
+    if settings["lr_schedule"] == "constant":
+        return peak
+    done = min(1.0, (step - warmup) / max(1, total - 1 - warmup))
+    fall = 0.5 * (1 + math.cos(math.pi * done)) if settings["lr_schedule"] == "cosine" else 1 - done
+    return peak * (0.01 + 0.99 * fall)
+
+
+def make_optimizer(denoiser: Denoiser, settings: dict) -> torch.optim.AdamW:
+    """AdamW. Matrices and kernels decay, biases and norms do not; the text encoder has its own multiple of the lr."""
+    groups = []
+    for module, scale in ((denoiser.unet, 1.0), (denoiser.text_encoder, settings["text_lr"])):
+        if module is None:
+            continue
+        for decays in (True, False):
+            params = [p for p in module.parameters() if (p.ndim > 1) == decays]
+            groups.append({"params": params, "weight_decay": settings["decay"] * decays, "lr_scale": scale})
+    fused = next(denoiser.parameters()).device.type in ("cuda", "cpu")
+    return torch.optim.AdamW(
+        groups, lr=settings["lr"], betas=(settings["beta1"], settings["beta2"]), eps=1e-8, fused=fused
+    )
+
+
+def sample_losses(net, batch: Batch, text: torch.Tensor, schedule: NoiseSchedule) -> torch.Tensor:
+    """Mean squared error of each sample's prediction, fp32 [B]. net(noisy, t, text) predicts."""
+    noisy = schedule.add_noise(batch.latents, batch.noise, batch.t)  # [B, z, h, w]
+    target = schedule.target(batch.latents, batch.noise, batch.t)
+    return F.mse_loss(net(noisy, batch.t, text).float(), target, reduction="none").mean(dim=(1, 2, 3))
+
+
+def backward(net, batch: Batch, text: torch.Tensor, schedule: NoiseSchedule, gamma: float, share: float):
+    """Add the gradients of share x the mean weighted loss of one micro-batch. Returns the weighted losses [B]."""
+    loss = sample_losses(net, batch, text, schedule)
+    if gamma:
+        loss = loss * schedule.min_snr_weight(batch.t, gamma)
+    (loss.mean() * share).backward()
+    return loss.detach()
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float):
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_scale"]
+
+
+def wrap(denoiser: Denoiser, settings: dict, world: int) -> nn.Module:
+    """The module to call in training: its blocks compiled if asked, in DDP if there are several processes."""
+    if settings["compile"]:
+        for m in denoiser.unet.modules():
+            if isinstance(m, ResBlock | SpatialTransformer):
+                m.compile(dynamic=False)
+    if world == 1:
+        return denoiser
+    device = next(denoiser.parameters()).device
+    return DistributedDataParallel(
+        denoiser,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,
+    )
+
+
+def in_autocast(net, device: torch.device, dtype: str):
+    """net, called under bf16 autocast where dtype says so."""
+
+    def call(*args):
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bf16"):
+            return net(*args)
+
+    return call
+
+
+def forward_flops(preset: str, latent_shape: tuple[int, int, int], tokens: int) -> int:
+    """FLOPs of one picture's UNet forward, counted by torch on the meta device; with the backward three times that."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = PRESETS[preset]["unet"]
+    with torch.device("meta"), FlopCounterMode(display=False) as counter, torch.no_grad():
+        UNet(config)(torch.empty(1, *latent_shape), torch.zeros(1), torch.empty(1, tokens, config.context_dim))
+    return counter.get_total_flops()
+
+
+def peak_flops(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for card, flops in PEAK_FLOPS.items() if card in name), None)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Validation and samples: always on modules of their own, so nothing is swapped in and out of the trained one
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def validate(net, batch: Batch, text_of, schedule: NoiseSchedule, micro: int, device, rank: int, world: int) -> dict:
+    """Unweighted mean squared error of a fixed Batch, whole and by timestep bin. Ranks share the work and agree."""
+    sums = torch.zeros(2, BINS, dtype=torch.float64)
+    for i in range(rank * micro, len(batch.t), world * micro):
+        part = Batch(*(x[i : i + micro].to(device) for x in batch))
+        error = sample_losses(net, part, text_of(part.ids), schedule).double().cpu()  # [B]
+        bins = part.t.cpu() * BINS // schedule.steps
+        sums[0].index_add_(0, bins, error)
+        sums[1].index_add_(0, bins, torch.ones_like(error))
+    if world > 1:
+        sums = sums.to(device)
+        dist.all_reduce(sums)
+        sums = sums.cpu()
+    by_bin = [float(s / n) if n else None for s, n in sums.T]
+    return {"loss": float(sums[0].sum() / sums[1].sum()), "bins": by_bin}
+
+
+def sample_prompts(settings: dict, split: Split) -> list[str]:
+    """--sample_prompts, or eight captions of the split."""
+    if settings["sample_prompts"] is None:
+        return split.captions.take(validation_index(split, 8, "val", settings["seed"])).to_pylist()
+    try:
+        lines = Path(settings["sample_prompts"]).read_text(encoding="utf-8").splitlines()
+    except OSError as e:
+        raise InputError(
+            f"--sample_prompts wants a text file, found {settings['sample_prompts']} ({e.strerror})"
+        ) from None
+    return [line.strip() for line in lines if line.strip()]
+
+
+def sample_grid(path: Path, ema: Denoiser, text_encoder, vae, schedule, prompts: list[str], settings: dict, device):
+    """Write a grid of pictures: fixed prompts and seeds, EMA weights."""
+    encoder = ema.text_encoder or text_encoder
+    f, z = vae.config.factor, vae.config.latent_channels
+    latents = SD_ImageGen.sample_latents(
+        in_autocast(ema.unet, device, settings["dtype"]),
+        SD_ImageGen.encode_texts(encoder, prompts),
+        SD_ImageGen.encode_texts(encoder, [""] * len(prompts)),
+        list(range(len(prompts))),
+        (z, settings["size"] // f, settings["size"] // f),
+        sampler=SD_ImageGen.make_sampler("ddim", schedule, {}),
+        steps=30,
+        cfg=settings["sample_cfg"],
+        batch=8,
+        device=device,
+    )
+    pictures = SD_ImageGen.decode_latents(vae.to(device), latents, 8, device)
+    vae.to("cpu")
+    SD_ImageGen.save_png(path, SD_ImageGen.grid(pictures, columns=4), {"prompts": prompts})
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Setting up
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def git_revision() -> str:
+    try:
+        here = Path(__file__).resolve().parent
+        return subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
+
+
+def setup_device(name: str | None) -> tuple[torch.device, int, int, int]:
+    """Device, rank, world size, local rank. Under torchrun, joins the process group (NCCL on CUDA, else gloo)."""
+    device = SD_ImageGen.pick_device(name)
+    rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index if world == 1 and device.index is not None else local)
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cudnn.benchmark = True
+    if world > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device, rank, world, local
+
+
+def plan_batches(settings: dict, world: int, saved_global: int | None, given_accumulate: bool) -> int:
+    """The global batch. On resume it stays what it was: accumulation follows the number of processes."""
+    total = settings["batch"] * settings["accumulate"] * world
+    if saved_global is None or total == saved_global:
+        return total
+    if not given_accumulate and saved_global % (settings["batch"] * world) == 0:
+        settings["accumulate"] = saved_global // (settings["batch"] * world)
+        return saved_global
+    raise InputError(
+        f"the run's global batch is {saved_global}, and --batch {settings['batch']} x --accumulate "
+        f"{settings['accumulate']} x {world} processes make {total}; choose --batch and --accumulate to make it "
+        f"{saved_global}"
+    )
+
+
+def load_text_encoder(settings: dict, checkpoint: Path | None) -> TextEncoder:
+    """The checkpoint's, if trained there; else --text_encoder, a fresh one for --tokenizer, or the preset's default."""
+    if checkpoint is not None and (checkpoint / "text_encoder").is_dir():
+        return TextEncoder.from_pretrained(str(checkpoint / "text_encoder"))
+    text = PRESETS[settings["model"]]["text"]
+    if settings["text_encoder"] is None and settings["tokenizer"] is not None:
+        if text is None:
+            raise InputError(f"preset {settings['model']} has no text encoder of its own; give --text_encoder")
+        if not settings["train_text_encoder"]:
+            raise InputError("--tokenizer starts a fresh text encoder, which must be trained: add --train_text_encoder")
+        return TextEncoder.new(text, common.load_tokenizer(settings["tokenizer"]))
+    if settings["text_encoder"] is None:
+        if text is not None:
+            raise InputError(
+                f"preset {settings['model']} wants a text encoder: --text_encoder FOLDER, or --tokenizer FOLDER "
+                "--train_text_encoder for a fresh one"
+            )
+        settings["text_encoder"] = "openai/clip-vit-large-patch14"
+    return TextEncoder.from_pretrained(settings["text_encoder"])
+
+
+def load_data(settings: dict, text_encoder: TextEncoder, pretouch: bool):
+    """Train and val splits, sampling weights, the latents' VAE and hashes of the data's manifests.
+
+    Refuses data that do not fit the run: another size, VAE, scale or tokenizer.
+    """
+    sources = parse_sources(settings)
+    for s in sources:
+        if read_manifest(s.dataset, "a dataset")["tokenizer_hash"] != common.tokenizer_hash(text_encoder.tokenizer):
+            raise InputError(
+                f"the ids in {s.dataset} come from another tokenizer than the text encoder's; tokenise again (04, 05)"
+            )
+    stores = [LatentStore(s.latents, pretouch) for s in sources]
+    first = stores[0].manifest
+    for s, store in zip(sources, stores):
+        m = store.manifest
+        if m["size"] != settings["size"]:
+            raise InputError(
+                f"latents of {settings['size']} px were wanted, and those in {s.latents} are of {m['size']}"
+            )
+        if not m["scaled"]:
+            raise InputError(f"scaled latents were wanted, and {s.latents} says they are not; encode them again")
+        if m["vae"]["hash"] != first["vae"]["hash"] or m["kind"] != first["kind"]:
+            raise InputError(f"{s.latents} and {sources[0].latents} were made by different VAEs or settings")
+    weights = [s.weight for s in sources] if sources[0].weight is not None else None
+    train = Split(sources, stores, "train", settings["latent_fraction"])
+    val = Split([s._replace(cap=None) for s in sources], stores, "val", 1.0)
+    for s, n in zip(sources, train.sizes):
+        if n == 0:
+            raise InputError(
+                f"no picture of {s.dataset} has a latent in {s.latents}; were both made from the same shards?"
+            )
+    hashes = {}
+    for s in sources:
+        for folder in (s.dataset, s.latents):
+            name = folder.name if settings["dataset"] else str(folder.relative_to(settings["data_root"]))
+            hashes[name] = sha256(folder / "manifest.json")
+    return train, val, weights, first["vae"], hashes
+
+
+def load_vae(settings: dict, vae_info: dict):
+    """The VAE for sample grids; it must be the one the latents were made with."""
+    name = settings["vae"] or vae_info["name"]
+    vae = SD_Convert.load_vae(name)
+    if weights_hash(vae) != vae_info["hash"]:
+        raise InputError(
+            f"the latents were made with another VAE than {name}; give theirs ({vae_info['name']}) with --vae"
+        )
+    return vae
+
+
+def init_weights(args, denoiser: Denoiser, ema: Denoiser) -> list[dict]:
+    """Weights of --init_from into live and EMA; returns the lineage that the new run continues."""
+    wanted = {"same": ("live", "ema"), "ema": ("ema", "ema"), "live": ("live", "live")}[args.init_weights]
+    for net, weights in zip((denoiser, ema), wanted):
+        source = SD_Convert.open_model(args.init_from, weights=weights)
+        config, state = source.unet_state()
+        if config != net.unet.config:
+            raise InputError(f"{args.init_from} holds a UNet of {config}, and the preset wants {net.unet.config}")
+        net.unet.load_state_dict(state)
+        if net.text_encoder is not None:
+            net.text_encoder.load_state_dict(source.text_encoder().state_dict())
+    print(source.found)
+    lineage = source.lineage.get("lineage") or [{"phase": "import", "path": str(args.init_from)}]
+    lineage[-1]["hash"] = weights_hash(ema.unet)  # of the parent's weights, so that it can be found again
+    return lineage
+
+
+def make_run_folder(out: Path, args, checkpoint: Path | None, rank: int):
+    if checkpoint is None and any((out / "checkpoints").glob("step_????????")):
+        raise InputError(f"{out} holds a run already: add --resume to go on with it, or choose another --out")
+    if rank == 0:
+        try:
+            (out / "samples").mkdir(parents=True, exist_ok=True)
+            (out / "checkpoints").mkdir(exist_ok=True)
+            common.atomic_write(out / "config.json", json.dumps(vars(args), indent=1))
+        except OSError as e:
+            raise InputError(f"--out wants a folder that can be written, found {out} ({e.strerror})") from None
+
+
+def absolute(name: str) -> str:
+    """A local path made absolute; a hub name as it is."""
+    return str(Path(name).resolve()) if Path(name).exists() else name
+
+
+def resume_command() -> str:
+    """The command line that goes on with this run."""
+    words = [w for w in sys.argv if w not in ("--resume", "latest")]
+    processes = os.environ.get("LOCAL_WORLD_SIZE")
+    return (
+        " ".join(["torchrun", f"--nproc_per_node={processes}"] if processes else ["python"])
+        + " "
+        + " ".join([*words, "--resume"])
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The run
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    out = Path(args.out or f"runs/{phase_named(args.phase)}")
+    checkpoint = find_checkpoint(out, args.resume) if args.resume else None
+    saved = json.loads((checkpoint / "state.json").read_text()) if checkpoint else None
+    settings = resolve(args, saved and saved["settings"])
+    device, rank, world, local = setup_device(args.device)
+    say = print if rank == 0 else lambda *a, **k: None
+    settings["dtype"] = settings["dtype"] or ("bf16" if device.type == "cuda" else "fp32")
+    if settings["channels_last"] is None:
+        settings["channels_last"] = device.type == "cuda"
+    memory = torch.channels_last if settings["channels_last"] else torch.contiguous_format
+    preset = PRESETS[settings["model"]]
+
+    # Fresh weights are drawn on the CPU from the seed, so that every device and rank starts alike.
+    torch.manual_seed(settings["seed"])
+    schedule = NoiseSchedule(
+        settings["betas"], prediction=settings["prediction"], zero_terminal_snr=settings["zero_terminal_snr"]
+    )
+    unet = UNet(preset["unet"], settings["zero_init"])
+    unet.set_grad_checkpoint(settings["grad_checkpoint"] == "resblocks")
+    if args.benchmark:
+        return benchmark(args.benchmark, settings, Denoiser(unet, None), schedule, memory, device, rank, world)
+
+    text_encoder = load_text_encoder(settings, checkpoint)
+    if text_encoder.context_dim != preset["unet"].context_dim:
+        raise InputError(
+            f"preset {settings['model']} attends to a context {preset['unet'].context_dim} wide, and the text encoder "
+            f"{settings['text_encoder']} gives {text_encoder.context_dim}"
+        )
+    trains_text = settings["train_text_encoder"]
+    text_encoder.requires_grad_(trains_text)
+    denoiser = Denoiser(unet, text_encoder if trains_text else None)
+
+    train, val, weights, vae_info, hashes = load_data(settings, text_encoder, pretouch=local == 0)
+    say(f"data: {len(train):,} training and {len(val):,} held-out pictures; {train.missing + val.missing:,} without a "
+        f"latent, {train.unreadable:,} unreadable latent files")  # fmt: skip
+    if saved and (changed := sorted(set(saved["data"].items()) ^ set(hashes.items()))):
+        raise InputError(
+            f"the data changed since the checkpoint ({changed[0][0]}); put it back, or start a new run with --init_from"
+        )
+    order = SampleOrder(train.sizes, weights, settings["seed"])
+    global_batch = plan_batches(settings, world, saved and saved["global_batch"], args.accumulate is not None)
+    total = settings["max_steps"] or int(settings["epochs"] * order.epoch_size) // global_batch
+    if total < 1:
+        raise InputError(f"{settings['epochs']} epochs of {order.epoch_size} pictures make no step of {global_batch}")
+    if args.dry_run:
+        return dry_run(settings, denoiser, total, global_batch, order, say)
+    vae = load_vae(settings, vae_info) if settings["sample_steps"] else None
+    prompts = sample_prompts(settings, val if len(val) else train)
+    make_run_folder(out, args, checkpoint, rank)
+
+    ema = copy.deepcopy(denoiser).requires_grad_(False).eval()
+    step, updates, lineage, window = 0, 0, [], Window()
+    if checkpoint:
+        load_weights(checkpoint, denoiser, ema)
+        step, updates, lineage, window = saved["step"], saved["ema_updates"], saved["lineage"], Window(saved["window"])
+    else:
+        if args.init_from:
+            lineage = init_weights(args, denoiser, ema)
+        lineage.append({"phase": settings["phase"], "data": hashes, "images": 0, "revision": git_revision(),
+                        "torch": torch.__version__})  # fmt: skip
+    denoiser.to(device, memory_format=memory).train()
+    ema.to(device, memory_format=memory)
+    text_encoder.to(device).eval()
+    optimizer = make_optimizer(denoiser, settings)
+    if checkpoint:
+        optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True))
+    model = wrap(denoiser, settings, world)
+    net = in_autocast(model, device, settings["dtype"])
+
+    @torch.no_grad()
+    def text_of(ids: torch.Tensor) -> torch.Tensor:
+        """What the denoiser wants of the text: ids if it trains the text encoder, else the frozen encoder's context."""
+        return ids if trains_text else in_autocast(text_encoder, device, settings["dtype"])(ids)
+
+    micro, accumulate = settings["batch"], settings["accumulate"]
+    null_ids = text_encoder.tokenize([""])[0].numpy()
+
+    def positions():
+        """Global positions of this rank's micro-batches, from here to the end."""
+        for s in range(step, total):
+            for a in range(accumulate):
+                first = s * global_batch + (a * world + rank) * micro
+                yield np.arange(first, first + micro)
+
+    fixed = {
+        name: validation_batch(split, settings["val_images"], name, settings["seed"], schedule.steps)
+        for name, split in (("val", val), ("train", train)) if len(split)
+    }  # fmt: skip
+    saver = log = None
+    if rank == 0:
+        saver = Checkpointer(out / "checkpoints", settings["keep_last"], settings["keep_every"])
+        log = Log(out, settings, step)
+    say(f"{settings['phase']}: {total:,} steps of {global_batch} images ({world} x {micro} x {accumulate}), "
+        f"{total * global_batch / order.epoch_size:.2f} epochs; UNet {count_parameters(unet)[1]:,} parameters; "
+        f"{device}, {settings['dtype']}; from step {step:,}")  # fmt: skip
+
+    def snapshot() -> dict:
+        """Everything a checkpoint holds, copied to host memory."""
+        modules = {"unet": denoiser.unet, "unet_ema": ema.unet}
+        if trains_text:
+            modules |= {"text_encoder": denoiser.text_encoder, "text_encoder_ema": ema.text_encoder}
+        small = vae is not None and count_parameters(vae)[1] * 4 <= SMALL_VAE
+        vae_name = settings["vae"] or vae_info["name"]
+        lineage[-1]["images"] = step * global_batch
+        return {
+            "weights": {name: to_host(m.state_dict()) for name, m in modules.items()},
+            "optimizer": to_host(optimizer.state_dict()),
+            "text_encoder": text_encoder,
+            "vae": vae if small else None,
+            "model": {
+                "format": "checkpoint-1",
+                "preset": settings["model"],
+                "unet": asdict(preset["unet"]),
+                "schedule": schedule.config,
+                "size": settings["size"],
+                "text_encoder": "text_encoder" if trains_text else absolute(settings["text_encoder"]),
+                "vae": "vae" if small else {"path": absolute(vae_name), "hash": vae_info["hash"]},
+            },
+            "state": {
+                "step": step,
+                "images": step * global_batch,
+                "epoch": step * global_batch / order.epoch_size,
+                "global_batch": global_batch,
+                "ema_updates": updates,
+                "window": window.state(),
+                "data": hashes,
+                "lineage": copy.deepcopy(lineage),
+                "settings": dict(settings),
+            },
+        }
+
+    # The first signal asks for a save at the next step boundary; later ones change nothing, so none can break the save.
+    stop = threading.Event()
+    for s in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(s, lambda *_: stop.set())
+
+    flops = 3 * forward_flops(settings["model"], fixed["train"].latents.shape[1:], train.ids.shape[1])
+    flops_peak, skipped = peak_flops(device), 0
+    loader = Prefetcher(
+        lambda p: make_batch(train, order, p, null_ids, settings["drop"], settings["seed"], schedule.steps),
+        positions(),
+        device,
+    )
+    bar = tqdm(total=total, initial=step, disable=rank != 0, unit="step", dynamic_ncols=True, mininterval=1.0)
+    try:
+        while step < total:
+            # One optimizer step: the gradients of the mean loss over the global batch, however it is cut.
+            lr = lr_at(step, total, settings)
+            set_lr(optimizer, lr)
+            if preset["unet"].dropout:
+                torch.manual_seed(int(np.random.SeedSequence([settings["seed"], step, rank]).generate_state(1)[0]))
+            stats = torch.zeros(1 + 2 * BINS, device=device)  # stop flag, losses and counts by timestep bin
+            for a in range(accumulate):
+                batch = loader.next()
+                last = a == accumulate - 1
+                with contextlib.nullcontext() if last or world == 1 else model.no_sync():
+                    losses = backward(net, batch, text_of(batch.ids), schedule, settings["gamma"], 1 / accumulate)
+                bins = F.one_hot(batch.t * BINS // schedule.steps, BINS).float()  # [B, BINS]
+                stats[1 : 1 + BINS] += losses @ bins
+                stats[1 + BINS :] += bins.sum(dim=0)
+            norm = nn.utils.clip_grad_norm_(denoiser.parameters(), settings["clip"] or math.inf, foreach=True)
+            stats[0] = float(stop.is_set())
+            if world > 1:
+                dist.all_reduce(stats)
+            norm, (stopping, *sums) = norm.item(), stats.tolist()  # the step's one wait for the device
+            if math.isfinite(norm):  # the same on all ranks: gradients were averaged
+                optimizer.step()
+                update_ema(ema, denoiser, ema_decay(settings["ema"], updates))
+                updates, skipped = updates + 1, 0
+            else:
+                skipped += 1
+                say(f"\nwarning: step {step + 1} skipped, its gradients are not finite ({skipped} in a row)")
+            optimizer.zero_grad(set_to_none=True)
+            step += 1
+            window.add(sums, norm, skipped > 0)
+            bar.update()
+            if skipped >= settings["max_skipped"]:
+                raise SystemExit(
+                    f"error: {skipped} steps in a row had gradients that are not finite; look for NaN in the latents, "
+                    "lower --lr, or go on from an older checkpoint with --resume PATH"
+                )
+
+            if step % settings["log_steps"] == 0:
+                row = window.row(step, global_batch, order.epoch_size, lr)
+                speed = f"{row['images_per_s']:.1f} img/s"
+                if flops_peak:
+                    row["mfu"] = row["images_per_s"] / world * flops / flops_peak
+                    speed += f", MFU {row['mfu']:.1%}"
+                bar.set_postfix_str(f"loss {row['loss']:.4f}, lr {lr:.1e}, {speed}")
+                if log:
+                    log.write("log.jsonl", row)
+                window = Window()
+            if settings["val_steps"] and (step % settings["val_steps"] == 0 or step == total):
+                for weights_name, module in (("live", denoiser), ("ema", ema)):
+                    for split_name, part in fixed.items():
+                        called = in_autocast(module, device, settings["dtype"])
+                        result = validate(called, part, text_of, schedule, micro, device, rank, world)
+                        if log:
+                            row = {"step": step, "images": step * global_batch, "split": split_name}
+                            log.write("validation.jsonl", row | {"weights": weights_name} | result)
+            if rank == 0 and settings["sample_steps"] and (step % settings["sample_steps"] == 0 or step == total):
+                path = out / "samples" / f"step_{step:08d}.png"
+                sample_grid(path, ema, text_encoder, vae, schedule, prompts, settings, device)
+                log.picture(path, step)
+            done = step == total or stopping or step == args.stop_at
+            if rank == 0 and (done or step % settings["save_steps"] == 0):
+                saver.save(step, snapshot())
+            if done:
+                break
+    finally:
+        loader.close()
+        bar.close()
+        if saver:
+            saver.wait()
+    if rank == 0:
+        plot_run(out)
+        log.close()
+        if step < total:
+            say(f"stopped after step {step:,} of {total:,}; go on with:\n  {resume_command()}")
+        else:
+            say(f"done: {step:,} steps, {step * global_batch:,} images; {out}/checkpoints/step_{step:08d}")
+    if world > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    if saver and saver.failed_last:
+        raise SystemExit("error: the last checkpoint could not be written; free some disk and run again with --resume")
+
+
+def dry_run(settings: dict, denoiser: Denoiser, total: int, global_batch: int, order: SampleOrder, say):
+    """Print the resolved configuration and the plan."""
+    say(json.dumps(settings, indent=1))
+    trained = count_parameters(denoiser)[1]
+    epochs, saves = total * global_batch / order.epoch_size, -(-total // settings["save_steps"])
+    say(f"{total:,} steps of {global_batch} images, {epochs:.2f} epochs of {order.epoch_size:,}; {saves} saves of "
+        f"{trained * 16 / 2**30:.2f} GiB, {settings['keep_last']} kept")  # fmt: skip
+    say(f"{trained:,} trained parameters: weights, gradients, Adam and EMA take {trained * 20 / 2**30:.2f} GiB a GPU, "
+        "activations come on top")  # fmt: skip
+    for share in (0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1):
+        step = min(total - 1, int(share * total))
+        say(f"  step {step:>9,}  lr {lr_at(step, total, settings):.3e}")
+
+
+def benchmark(steps: int, settings: dict, denoiser: Denoiser, schedule, memory, device, rank: int, world: int):
+    """Time whole training steps on random latents and text that stay on the device. Prints a JSON line last."""
+    preset, micro, accumulate = PRESETS[settings["model"]], settings["batch"], settings["accumulate"]
+    side = settings["size"] // preset["vae"].factor
+    shape, tokens = (preset["unet"].in_channels, side, side), TextEncoder.MAX_LENGTH
+    denoiser.to(device, memory_format=memory).train()
+    ema = copy.deepcopy(denoiser).requires_grad_(False)
+    optimizer = make_optimizer(denoiser, settings)
+    model = wrap(denoiser, settings, world)
+    net = in_autocast(model, device, settings["dtype"])
+    latents, noise = torch.randn(2, micro, *shape, device=device)
+    text = torch.randn(micro, tokens, preset["unet"].context_dim, device=device)
+    sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    warmup, first_step = min(20, steps), None
+    started = time.perf_counter()
+    for step in range(-warmup, steps):
+        if step == 0:
+            sync()
+            started = time.perf_counter()
+        set_lr(optimizer, settings["lr"])
+        for a in range(accumulate):
+            batch = Batch(latents, noise, torch.randint(0, schedule.steps, (micro,), device=device), None)
+            with contextlib.nullcontext() if a == accumulate - 1 or world == 1 else model.no_sync():
+                backward(net, batch, text, schedule, settings["gamma"], 1 / accumulate)
+        nn.utils.clip_grad_norm_(denoiser.parameters(), settings["clip"] or math.inf, foreach=True)
+        optimizer.step()
+        update_ema(ema, denoiser, settings["ema"])
+        optimizer.zero_grad(set_to_none=True)
+        if first_step is None:
+            sync()
+            first_step = time.perf_counter() - started
+    sync()
+    seconds = (time.perf_counter() - started) / steps
+    rate = micro * accumulate * world / seconds
+    flops, peak = 3 * forward_flops(settings["model"], shape, tokens), peak_flops(device)
+    if rank == 0:
+        cuda = device.type == "cuda"
+        print(json.dumps({
+            "benchmark": "train", "model": settings["model"], "size": settings["size"], "batch": micro,
+            "accumulate": accumulate, "processes": world, "dtype": settings["dtype"], "compile": settings["compile"],
+            "channels_last": settings["channels_last"], "grad_checkpoint": settings["grad_checkpoint"], "steps": steps,
+            "images_per_s": round(rate, 2), "ms_per_step": round(seconds * 1e3, 2),
+            "first_step_s": round(first_step, 2),
+            "mfu": round(rate / world * flops / peak, 4) if peak else None,
+            "peak_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
+            "card": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__,
+        }))  # fmt: skip
+    if world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run_cli(main)

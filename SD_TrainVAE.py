@@ -1,0 +1,440 @@
+"""Trains an autoencoder from image shards, for those who have no pretrained one.
+
+    python SD_TrainVAE.py --images data/shapes/images --model tiny --size 64 --out runs/vae --resume
+    python SD_TrainVAE.py --images data/openmoji/images --model small --size 128 --max_steps 20000 --batch 64 \
+        --lr 5e-4 --out runs/vae_openmoji
+    python encode_latents.py --images data/shapes/images --vae runs/vae/vae --size 64 --out data/shapes/latents
+
+The loss per value of pictures in -1..1 and per latent value, with z ~ N(mean, var) sampled anew at every step:
+
+    l1_weight |x - y| + l2_weight (x - y)^2 + edge_weight |grad x - grad y| + kl_weight KL(N(mean, var) || N(0, 1))
+
+(Kingma & Welling 2013, arXiv:1312.6114; the KL term as in latent diffusion, arXiv:2112.10752, but a mean and not a sum).
+At the end the standard deviation of the latents is measured and scaling_factor set to 1 / it, so that latents have unit
+variance. The run folder gets
+
+    vae/             the result: vae.json and vae.safetensors, EMA weights
+    result.json      PSNR, standard deviation of the latents; written last
+    config.json      log.jsonl      validation.jsonl      samples/*.png (pictures above their reconstructions)
+    checkpoints/step_00000500/      weights, EMA, optimizer, state; the last two are kept
+
+Order and noise are functions of (seed, step), so a run that was killed and resumed equals one that was not: bit for bit
+on a CPU. With --resume the same command starts, goes on, or says that it is done.
+"""
+
+import argparse
+import copy
+import hashlib
+import json
+import math
+import os
+import shutil
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from data_pipeline import common
+from encode_latents import sha256_file, stream, write_json
+from SD_Convert import checkpoint_problem, new_folder, save_vae
+from SD_ImageGen import DTYPES, grid, pick_device, save_png
+from SD_Model import PRESETS, VAE, InputError, VAEResBlock, run_cli, weights_hash
+
+MAX_HELD_OUT = 256  # pictures that the PSNR is measured on
+MAX_MEASURED = 4096  # pictures that the latents' standard deviation is measured on
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pictures
+
+
+def load_pictures(images: str, size: int, workers: int, ram_gib: float, held_out_share: float) -> tuple:
+    """Decode all pictures once, and split them by hash of their keys.
+
+    Returns training pictures uint8 [N, size, size, 3], held-out ones [M <= MAX_HELD_OUT, size, size, 3], and a sha256
+    over both. Where they would take more than ram_gib, the first that fit are used, and a line says so.
+    """
+    tars = common.list_shards(images)
+    limit = int(ram_gib * 2**30) // (size * size * 3)
+    train, held_out, count, rejects = [], [], 0, {}
+    with common.progress(None, "reading", "img") as bar:
+        batches = stream(tars, size, batch=64, workers=workers)
+        for batch in batches:
+            source, shard = common.source_of(tars[batch.shard]), tars[batch.shard].stem
+            for key, picture in zip(batch.keys, batch.pictures.numpy(), strict=True):
+                held = common.key_fraction(common.image_key(source, shard, key)) < held_out_share
+                if not held:
+                    train.append(picture)
+                elif len(held_out) < MAX_HELD_OUT:
+                    held_out.append(picture)
+            count += len(batch.keys)
+            bar.update(len(batch.keys))
+            for reason, n in batch.rejects.items():
+                rejects[reason] = rejects.get(reason, 0) + n
+            if len(train) >= limit:
+                print(
+                    f"note: {limit:,} pictures fill --ram_gib {ram_gib:g}; those after {source}/{shard}/{key} are unused"
+                )
+                break
+        batches.close()
+    if not train or not held_out:
+        raise InputError(
+            f"pictures to train on and to hold out were wanted in {images}, found {len(train)} and {len(held_out)}: "
+            "give more pictures"
+        )
+    train, held_out = np.stack(train[:limit]), np.stack(held_out)
+    digest = hashlib.sha256(train)
+    digest.update(held_out)
+    print(f"{len(train):,} pictures to train on, {len(held_out)} held out; rejects: {rejects or 'none'}")
+    return torch.from_numpy(train), torch.from_numpy(held_out), digest.hexdigest()
+
+
+def batch_indices(seed: int, step: int, batch: int, count: int) -> np.ndarray:
+    """Which of `count` pictures step 0, 1, 2, ... sees: int64 [batch]. Epoch e is a permutation of (seed, e), and
+    batches run across the edges of epochs."""
+    positions = np.arange(step * batch, (step + 1) * batch)
+    epochs = positions // count
+    orders = {int(e): np.random.default_rng([seed, int(e)]).permutation(count) for e in np.unique(epochs)}
+    return np.array([orders[int(e)][p % count] for e, p in zip(epochs, positions, strict=True)])
+
+
+def step_noise(seed: int, step: int, shape: tuple) -> torch.Tensor:
+    """The standard normal noise of a step, fp32 on the CPU: CUDA's own generator would depend on the card."""
+    digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
+    return torch.randn(shape, generator=torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1))
+
+
+def to_model(pictures: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """uint8 [B, H, W, 3] -> fp32 [B, 3, H, W] in -1..1 on the device."""
+    x = pictures.to(device).permute(0, 3, 1, 2).float() / 127.5 - 1
+    return x if device.type == "cuda" else x.contiguous()  # the permuted memory is channels_last already
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loss and measures
+
+
+def losses(vae: VAE, x: torch.Tensor, noise: torch.Tensor, weights: dict) -> dict[str, torch.Tensor]:
+    """The terms of the loss, and their weighted sum under 'loss'. x [B, 3, H, W], noise [B, z, h, w]."""
+    mean, logvar = (m.float() for m in vae.moments(x))
+    z = mean + (0.5 * logvar).exp() * noise
+    y = vae.decoder(vae.post_quant_conv(z)).float()
+    difference = y - x
+    terms = {
+        "l1": difference.abs().mean(),
+        "l2": difference.square().mean(),
+        "edge": difference.diff(dim=-1).abs().mean() + difference.diff(dim=-2).abs().mean(),
+        "kl": 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean(),  # nats a latent value
+    }
+    return {"loss": sum(weights[name] * term for name, term in terms.items()), **terms}
+
+
+@torch.no_grad()
+def reconstruct(vae: VAE, pictures: torch.Tensor, device: torch.device, batch: int = 32) -> tuple:
+    """uint8 [N, H, W, 3] through encoder (posterior mean) and decoder, in fp32.
+
+    Returns the reconstructions, uint8, and their mean PSNR in dB: -10 log10 of each picture's mean squared error on
+    the scale 0..1, averaged over pictures.
+    """
+    results, psnr = [], []
+    for part in pictures.split(batch):
+        x = to_model(part, device)
+        y = vae.decode(vae.encode(x)).clamp(-1, 1)
+        error = ((y - x) / 2).square().mean(dim=(1, 2, 3)).clamp(min=1e-10)  # [B]
+        psnr.append(-10 * error.log10())
+        results.append(((y + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).cpu())
+    return torch.cat(results), float(torch.cat(psnr).mean())
+
+
+@torch.no_grad()
+def latent_statistics(vae: VAE, pictures: torch.Tensor, device: torch.device, batch: int = 32) -> dict:
+    """Standard deviation of the unscaled latents (posterior means) over up to MAX_MEASURED pictures, in all and by
+    channel, the channels' means, and the mean posterior standard deviation."""
+    means, deviations = [], []
+    for part in pictures[:: max(1, len(pictures) // MAX_MEASURED)].split(batch):
+        mean, logvar = vae.moments(to_model(part, device))
+        means.append(mean.cpu())
+        deviations.append((0.5 * logvar).exp().mean().cpu())
+    means = torch.cat(means).double()  # [N, z, h, w]
+    return {
+        "std": float(means.std()),
+        "channel_std": [round(v, 4) for v in means.std(dim=(0, 2, 3)).tolist()],
+        "channel_mean": [round(v, 4) for v in means.mean(dim=(0, 2, 3)).tolist()],
+        "posterior_std": float(torch.stack(deviations).mean()),
+    }
+
+
+def save_comparison(path: Path, pictures: torch.Tensor, reconstructions: torch.Tensor, columns: int = 8):
+    """A PNG: rows of pictures, each row above its reconstructions."""
+    rows = []
+    for i in range(0, min(len(pictures), 4 * columns) // columns * columns or len(pictures), columns):
+        rows += [pictures[i : i + columns].numpy(), reconstructions[i : i + columns].numpy()]
+    path.parent.mkdir(exist_ok=True)
+    with common.atomic_path(path) as temporary:
+        png = temporary.with_suffix(".png")  # PIL goes by the suffix
+        save_png(png, grid(np.concatenate(rows), columns=min(columns, len(pictures))))
+        os.replace(png, temporary)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+def save_checkpoint(run: Path, step: int, vae: VAE, ema: VAE, optimizer, config: dict):
+    """checkpoints/step_NNNNNNNN: written under another name with its checksums, flushed, renamed. Keeps the last two."""
+    with new_folder(run / "checkpoints" / f"step_{step:08d}", replace=True) as tmp:
+        for name, module in (("vae", vae), ("vae_ema", ema)):
+            state = {k: t.detach().cpu().contiguous() for k, t in module.state_dict().items()}
+            save_file(state, tmp / f"{name}.safetensors")
+        torch.save(optimizer.state_dict(), tmp / "optimizer.pt")
+        (tmp / "state.json").write_text(json.dumps({"step": step, "config": config}, indent=1))
+        (tmp / "manifest.json").write_text(
+            json.dumps({f.name: sha256_file(f) for f in sorted(tmp.iterdir())}, indent=1)
+        )
+    for old in checkpoint_folders(run)[2:]:
+        shutil.rmtree(old)
+
+
+def checkpoint_folders(run: Path) -> list[Path]:
+    """The run's checkpoints, newest first."""
+    return sorted((run / "checkpoints").glob("step_*[0-9]"), key=lambda p: int(p.name[5:]), reverse=True)
+
+
+def find_checkpoint(run: Path, resume: str) -> Path | None:
+    """The checkpoint that --resume names; for 'latest' the newest whole one, or None. InputError if it is damaged."""
+    folders = checkpoint_folders(run) if resume == "latest" else [Path(resume)]
+    problems = []
+    for folder in folders:
+        problem = checkpoint_problem(folder)
+        if problem is None:
+            return folder
+        problems.append(f"{folder}: {problem}")
+        print(f"skipped {problems[-1]}")
+    if problems:
+        raise InputError(f"a whole checkpoint was wanted, found {'; '.join(problems)}: delete it to start anew")
+    return None
+
+
+def same_config(config: dict, old: dict, where: Path):
+    """InputError, naming the first difference, if a run was made with another configuration."""
+    for name in config | old:
+        if config.get(name) != old.get(name):
+            raise InputError(
+                f"{where} was made with {name} {old.get(name)}, and {name} {config.get(name)} is asked for now: give "
+                "the same, or another --out"
+            )
+
+
+def cut_log(path: Path, step: int):
+    """Drop what a killed run logged after the checkpoint that it goes on from."""
+    if path.exists():
+        lines = path.read_text().splitlines(keepends=True)
+        common.atomic_write(path, "".join(s for s in lines if s.endswith("\n") and json.loads(s)["step"] <= step))
+
+
+def append_json(path: Path, record: dict):
+    with open(path, "a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+def new_vae(preset: str, seed: int) -> VAE:
+    """A VAE with fresh weights from the seed. Residual blocks start as the identity (their second conv is zero): it
+    trains faster than PyTorch's default."""
+    torch.manual_seed(seed)
+    vae = VAE(replace(PRESETS[preset]["vae"], scaling_factor=1.0))  # known at the end
+    for module in vae.modules():
+        if isinstance(module, VAEResBlock):
+            torch.nn.init.zeros_(module.conv2.weight)
+            torch.nn.init.zeros_(module.conv2.bias)
+    return vae
+
+
+def learning_rate(step: int, peak: float, warmup: int, max_steps: int) -> float:
+    """Linear warm-up, then a cosine to 1 % of the peak. step 0, 1, 2, ..."""
+    progress = max(0, step - warmup) / max(1, max_steps - warmup)
+    return peak * min(1.0, (step + 1) / max(1, warmup)) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def train(args, config: dict, train_set: torch.Tensor, held_out: torch.Tensor, device: torch.device) -> tuple:
+    """The loop. Returns the EMA network and the step that it started from."""
+    run = Path(args.out)
+    vae = new_vae(args.model, args.seed)
+    ema = copy.deepcopy(vae).requires_grad_(False).eval()
+    step = 0
+    folder = find_checkpoint(run, args.resume) if args.resume else None
+    if folder:
+        state = common.read_json(folder / "state.json")
+        same_config(config, state["config"], folder)
+        step = state["step"]
+        vae.load_state_dict(load_file(folder / "vae.safetensors"))
+        ema.load_state_dict(load_file(folder / "vae_ema.safetensors"))
+        print(f"going on from {folder}, step {step} of {args.max_steps}")
+    for name in ("log.jsonl", "validation.jsonl"):
+        cut_log(run / name, step)
+
+    layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
+    vae, ema = (module.to(device, memory_format=layout) for module in (vae, ema))
+    matrices = [p for p in vae.parameters() if p.dim() > 1]
+    vectors = [p for p in vae.parameters() if p.dim() <= 1]  # biases and norms: no decay
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=args.lr, betas=(0.9, 0.95), fused=device.type != "mps",
+    )  # fmt: skip
+    if folder:
+        optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location=device, weights_only=True))
+
+    weights = {name: config[f"{name}_weight"] for name in ("l1", "l2", "edge", "kl")}
+    dtype = DTYPES[args.dtype]
+    z, side = vae.config.latent_channels, args.size // vae.config.factor
+    with common.progress(args.max_steps, "training", "step") as bar:
+        bar.update(step)
+        begin, since = time.perf_counter(), step
+        while step < args.max_steps:
+            lr = learning_rate(step, args.lr, args.warmup, args.max_steps)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            x = to_model(train_set[batch_indices(args.seed, step, args.batch, len(train_set))], device)
+            noise = step_noise(args.seed, step, (args.batch, z, side, side)).to(device)
+            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                terms = losses(vae, x, noise, weights)
+            optimizer.zero_grad(set_to_none=True)
+            terms["loss"].backward()
+            norm = torch.nn.utils.clip_grad_norm_(vae.parameters(), args.grad_clip)
+            if step % args.log_steps == 0 and not math.isfinite(float(terms["loss"]) + float(norm)):
+                raise InputError(f"the loss became {float(terms['loss'])} at step {step}: try a smaller --lr")
+            optimizer.step()
+            step += 1
+            decay = min(args.ema, (1 + step) / (10 + step))
+            with torch.no_grad():
+                torch._foreach_lerp_(list(ema.parameters()), list(vae.parameters()), 1 - decay)
+            bar.update(1)
+
+            if step % args.log_steps == 0 or step == args.max_steps:
+                now = time.perf_counter()
+                record = {"step": step, "images": step * args.batch, "epoch": step * args.batch / len(train_set)}
+                record |= {name: float(term) for name, term in terms.items()}
+                record |= {"lr": lr, "grad_norm": float(norm)}
+                record["images_per_s"] = round((step - since) * args.batch / (now - begin), 1)
+                begin, since = now, step
+                append_json(run / "log.jsonl", record)
+                bar.set_postfix(loss=f"{record['loss']:.4f}", img_per_s=record["images_per_s"], refresh=False)
+            if step % args.save_steps == 0 or step == args.max_steps:
+                reconstructions, psnr = reconstruct(ema, held_out, device)
+                append_json(run / "validation.jsonl", {"step": step, "psnr": psnr})
+                save_comparison(run / "samples" / f"step_{step:08d}.png", held_out, reconstructions)
+                save_checkpoint(run, step, vae, ema, optimizer, config)
+                bar.write(f"step {step}: {psnr:.2f} dB on {len(held_out)} held-out pictures")
+    return ema
+
+
+def finish(args, config: dict, ema: VAE, train_set: torch.Tensor, held_out: torch.Tensor, device) -> dict:
+    """Measure the latents, write <out>/vae with the scaling factor, and result.json last."""
+    run = Path(args.out)
+    statistics = latent_statistics(ema, train_set, device)
+    psnr = reconstruct(ema, held_out, device)[1]
+    ema.config = replace(ema.config, scaling_factor=1 / statistics["std"])
+    save_vae(ema, run / "vae")
+    result = {
+        "psnr": psnr,
+        "latents": statistics,
+        "scaling_factor": ema.config.scaling_factor,
+        "vae_hash": weights_hash(ema),
+        "config": config,
+    }
+    write_json(run / "result.json", result)
+    return result
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--images", required=True, help="folder of tars, or a glob in quotes")
+    parser.add_argument("--model", default="tiny", help=f"preset: {', '.join(PRESETS)}")
+    parser.add_argument("--out", required=True, help="run folder")
+    parser.add_argument(
+        "--resume", nargs="?", const="latest", help="go on: latest (or start, if there is none) or a path"
+    )
+
+    group = parser.add_argument_group("training")
+    group.add_argument("--size", type=int, default=64, help="side in pixels of the square that is cut from the middle")
+    group.add_argument("--max_steps", type=int, default=1500, help="optimizer steps")
+    group.add_argument("--batch", type=int, default=16, help="pictures a step")
+    group.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
+    group.add_argument(
+        "--warmup", type=int, default=50, help="steps of linear warm-up; then a cosine to 1 %% of the peak"
+    )
+    group.add_argument("--weight_decay", type=float, default=0.01, help="AdamW's, never on biases and norms")
+    group.add_argument("--grad_clip", type=float, default=1.0, help="largest global norm of the gradient")
+    group.add_argument("--ema", type=float, default=0.995, help="decay of the weights' average, with warm-up")
+    group.add_argument("--seed", type=int, default=0, help="of weights, order and noise")
+
+    group = parser.add_argument_group("loss")
+    group.add_argument("--l1_weight", type=float, default=1.0, help="mean |x - y|")
+    group.add_argument("--l2_weight", type=float, default=2.0, help="mean (x - y)^2")
+    group.add_argument("--edge_weight", type=float, default=0.0, help="mean |grad x - grad y|")
+    group.add_argument("--kl_weight", type=float, default=1e-4, help="mean KL, in nats a latent value")
+
+    group = parser.add_argument_group("machine")
+    group.add_argument(
+        "--save_steps", type=int, default=500, help="steps between checkpoints, each with a PSNR and a PNG"
+    )
+    group.add_argument("--log_steps", type=int, default=25, help="steps between lines of log.jsonl")
+    group.add_argument("--ram_gib", type=float, default=8.0, help="pictures are decoded into RAM once, up to this much")
+    group.add_argument("--held_out_share", type=float, default=0.02, help="of the pictures, by hash of the key")
+    group.add_argument("--workers", type=int, default=1, help="decoding processes; 0: none")
+    group.add_argument("--device", help="cuda, cuda:1, mps, cpu")
+    group.add_argument("--dtype", choices=["fp32", "bf16"], help="autocast (cuda: bf16, others: fp32)")
+    args = parser.parse_args(argv)
+
+    if args.model not in PRESETS:
+        raise InputError(f"--model {args.model} is not a preset; the presets are {', '.join(PRESETS)}")
+    factor = PRESETS[args.model]["vae"].factor
+    if args.size < factor or args.size % factor:
+        raise InputError(f"--size {args.size} was given; the preset {args.model} wants multiples of {factor}")
+    if min(args.max_steps, args.batch, args.save_steps, args.log_steps) < 1 or min(args.seed, args.workers) < 0:
+        raise InputError("--max_steps, --batch, --save_steps and --log_steps start at 1, --seed and --workers at 0")
+    return args
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    device = pick_device(args.device)
+    args.dtype = ("bf16" if device.type == "cuda" else "fp32") if args.dtype is None else args.dtype
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+
+    run = common.make_folder(args.out)
+    if not args.resume and ((run / "result.json").exists() or checkpoint_folders(run)):
+        raise InputError(f"{run} holds a run already: add --resume to go on with it, or give another --out")
+    train_set, held_out, data_hash = load_pictures(
+        args.images, args.size, args.workers, args.ram_gib, args.held_out_share
+    )
+    machine = ("images", "out", "resume", "save_steps", "log_steps", "ram_gib", "workers", "device")
+    config = {name: value for name, value in vars(args).items() if name not in machine}
+    config |= {"vae": json.loads(json.dumps(asdict(PRESETS[args.model]["vae"]))), "pictures": data_hash}
+    if (run / "result.json").exists():
+        result = common.read_json(run / "result.json")
+        same_config(config, result["config"], run)
+        print(f"done before: {run / 'vae'}, {result['psnr']:.2f} dB; nothing to do")
+        return
+    write_json(run / "config.json", config | {"images": args.images, "device": str(device), "torch": torch.__version__})
+    begin = time.perf_counter()
+    ema = train(args, config, train_set, held_out, device)
+    result = finish(args, config, ema, train_set, held_out, device)
+    print(
+        f"{run / 'vae'}: {result['psnr']:.2f} dB on {len(held_out)} held-out pictures; latents had a standard deviation "
+        f"of {result['latents']['std']:.3f}, so scaling_factor is {result['scaling_factor']:.4f}; "
+        f"{time.perf_counter() - begin:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    common.run_script(lambda: run_cli(main))
