@@ -13,12 +13,14 @@ copies; pickles are read with weights_only alone.
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -42,7 +44,8 @@ from SD_Model import (
 
 DEFAULT_VAE = "stabilityai/sd-vae-ft-mse"
 DEFAULT_TEXT_ENCODER = "openai/clip-vit-large-patch14"
-CLIP_VOCABULARY = 49408  # a model with another vocabulary brings its own tokenizer
+CLIP_TEXT_SETTINGS = ("num_attention_heads", "hidden_act", "layer_norm_eps", "bos_token_id", "eos_token_id",
+                      "pad_token_id")  # of a text encoder, what shapes do not tell  # fmt: skip
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WORDS = {"ema": "EMA", "live": "live"}
 
@@ -142,6 +145,7 @@ def ema_name(name: str) -> str:
     return "model_ema." + ("diffusion_model." + name).replace(".", "")
 
 
+@functools.cache  # callers read the dict and do not change it
 def shapes_of(cls, config) -> dict[str, torch.Size]:
     """{name: shape} of every tensor of UNet(config) or VAE(config), without memory for its weights."""
     with torch.device("meta"):
@@ -574,14 +578,30 @@ def load_vae(source: str | Path = DEFAULT_VAE) -> VAE:
 def vae_from_file(path: Path) -> VAE:
     """The VAE of a standalone file, or of a full single file."""
     content, metadata = read_tensors(path)
-    tensors = tensors_only(content.get("state_dict", content))
+    nested = content.get("state_dict")
+    tensors = tensors_only(nested if isinstance(nested, dict) else content)
     for prefix in ("first_stage_model.", "vae."):
         if any(name.startswith(prefix) for name in tensors):
             tensors = {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
+    return vae_from_tensors(path, tensors, own_description(path, metadata))
+
+
+def vae_from_tensors(source, tensors: dict, described: dict) -> VAE:
+    """A VAE of these tensors, of the described architecture or else of the one their shapes tell."""
     tensors = {name: t for name, t in tensors.items() if not name.startswith("loss.")}
-    described = json.loads(metadata["sd_model"]) if "sd_model" in metadata else {}
-    config = config_from_dict(VAEConfig, described["vae"]) if "vae" in described else infer_vae_config(path, tensors)
-    return build(VAE, config, fit_vae(path, config, tensors))
+    config = config_from_dict(VAEConfig, described["vae"]) if described else infer_vae_config(source, tensors)
+    return build(VAE, config, fit_vae(source, config, tensors))
+
+
+def own_description(path: Path, metadata: dict) -> dict:
+    """What save_ldm wrote into a file's metadata about the networks, or {} for files of others."""
+    try:
+        described = json.loads(metadata.get("sd_model", "{}"))
+        if described and not described.keys() >= {"unet", "vae", "text", "schedule", "sampling", "size"}:
+            raise ValueError(f"it has {sorted(described)}")
+    except (ValueError, AttributeError) as e:
+        raise InputError(f"the metadata 'sd_model' of {path} is damaged or of another version ({short(e)})") from None
+    return described
 
 
 def save_vae(vae: VAE, folder: str | Path):
@@ -800,9 +820,10 @@ def open_checkpoint(folder: Path, weights: str) -> Model:
         return loaded
 
     def load_own_text_encoder():
-        ema = folder / f"{text}_ema"
-        local = ema if weights == "ema" and ema.is_dir() else folder / text
-        return TextEncoder.from_pretrained(str(local) if local.is_dir() else text).requires_grad_(False)
+        own = folder / "text_encoder_ema"
+        if weights == "live" or not own.is_dir():
+            own = folder / text  # a subfolder, or an absolute path
+        return TextEncoder.from_pretrained(str(own) if own.is_dir() else text).requires_grad_(False)
 
     state = read_json(folder / "state.json") if (folder / "state.json").is_file() else {}
     return Model(
@@ -840,6 +861,10 @@ def schedule_from_folder(source, values: dict) -> tuple[NoiseSchedule, dict]:
         )
     except ValueError as e:
         raise InputError(f"{source}: {e}") from None
+    if values.get("timestep_spacing", "leading") not in ("leading", "trailing", "linspace"):
+        raise InputError(
+            f"{source} wants timestep_spacing leading, trailing or linspace: {values['timestep_spacing']!r}"
+        )
     names = {"timestep_spacing": "spacing", "steps_offset": "offset", "set_alpha_to_one": "set_alpha_to_one"}
     return schedule, {ours: values[theirs] for theirs, ours in names.items() if theirs in values}
 
@@ -936,13 +961,13 @@ def open_single_file(path: Path, weights: str) -> Model:
     """A single file of the original names: .safetensors, .ckpt; or a UNet's .pt."""
     content, metadata = read_tensors(path)
     parts = split_single_file(path, content)
-    described = json.loads(metadata["sd_model"]) if "sd_model" in metadata else {}
-    template = parts["unet"]
-    if not template:
+    described = own_description(path, metadata)
+    if not parts["unet"]:
         raise InputError(f"{path} has EMA weights alone, in names without dots, from which no architecture can be told")
-    config = (
-        config_from_dict(UNetConfig, described["unet"]) if "unet" in described else infer_unet_config(path, template)
-    )
+    if described:
+        config = config_from_dict(UNetConfig, described["unet"])
+    else:
+        config = infer_unet_config(path, parts["unet"])
     everything = {name: t for part in parts.values() for name, t in part.items()}
     tensors, which = fit_unet(path, config, parts["unet"], everything), "its only weights"
     if parts["ema"]:
@@ -952,21 +977,21 @@ def open_single_file(path: Path, weights: str) -> Model:
             dotless = {ema_name(name)[len("model_ema.") :]: name for name in shapes}
             tensors = fit("UNet's EMA", path, shapes, parts["ema"], dotless)
             which = "EMA weights (it has live ones too)"
-    if "schedule" in described:
-        schedule = NoiseSchedule(**described["schedule"])
-    else:
-        prediction = "v" if metadata.get("modelspec.prediction_type", "").startswith("v") else "epsilon"
-        schedule = NoiseSchedule(prediction=prediction)
+    prediction = "v" if metadata.get("modelspec.prediction_type", "").startswith("v") else "epsilon"
+    try:
+        schedule = NoiseSchedule(**described.get("schedule", {"prediction": prediction}))
+    except (TypeError, ValueError) as e:
+        raise InputError(f"the metadata 'sd_model' of {path} has no schedule that is known here ({e})") from None
 
     def load_file_vae():
-        return vae_from_file(path) if parts["vae"] else load_vae(DEFAULT_VAE)
+        return vae_from_tensors(path, parts["vae"], described) if parts["vae"] else load_vae(DEFAULT_VAE)
 
     def load_file_text_encoder():
         if not parts["text"]:
             return TextEncoder.from_pretrained(DEFAULT_TEXT_ENCODER).requires_grad_(False)
         clip = infer_clip_config(path, parts["text"])
-        for key, value in described.get("text", {}).items():
-            setattr(clip, key, value)
+        for key in CLIP_TEXT_SETTINGS:
+            setattr(clip, key, described.get("text", {}).get(key, getattr(clip, key)))
         if "tokenizer" in metadata:
             tokenizer = tokenizer_from_text(json.loads(metadata["tokenizer"]))
         else:
@@ -985,3 +1010,283 @@ def open_single_file(path: Path, weights: str) -> Model:
         size=described.get("size", 512),
         lineage=json.loads(metadata.get("lineage", "{}")),
     )
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Writing
+# ----------------------------------------------------------------------------------------------------------------
+
+ASTRONAUT = "a photo of an astronaut riding a horse on mars"  # CLIP's tokenizer gives it these ids, no other does
+ASTRONAUT_IDS = [49406, 320, 1125, 539, 550, 18376, 6765, 320, 4558, 525, 7496, 49407]
+
+
+def cast(part: str, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Contiguous tensors of the dtype. InputError where a finite value does not fit into it."""
+    out = {}
+    for name, tensor in tensors.items():
+        out[name] = tensor.detach().to("cpu", dtype).contiguous()
+        if dtype == torch.float16 and not out[name].isfinite().all():
+            raise InputError(f"the {part}'s {name} has values beyond fp16's 65504; use --dtype bf16 or fp32")
+    return out
+
+
+def clip_state(encoder: TextEncoder) -> dict[str, torch.Tensor]:
+    """A CLIP text encoder's weights under the names that files carry, `text_model.…`. InputError for other models."""
+    if encoder.masked:
+        kind = encoder.model.config.model_type
+        raise InputError(f"the text encoder is a {kind}; other programs know CLIP's alone, so use --format native")
+    return {"text_model." + k.removeprefix("text_model."): t for k, t in encoder.model.state_dict().items()}
+
+
+def tokenizer_files(tokenizer) -> dict[str, str]:
+    """{file name: content} of a tokenizer folder; vocab.json and merges.txt too, which older programs want."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        files = {p.name: p.read_text(encoding="utf-8") for p in sorted(Path(folder).iterdir()) if p.is_file()}
+    bpe = json.loads(files["tokenizer.json"])["model"]
+    pairs = [" ".join(pair) if isinstance(pair, list) else pair for pair in bpe["merges"]]
+    files["vocab.json"] = json.dumps(bpe["vocab"], ensure_ascii=False)
+    files["merges.txt"] = "\n".join(["#version: 0.2", *pairs, ""])
+    return files
+
+
+def told_lineage(model: Model) -> dict:
+    """What an export says of the run it comes from."""
+    return {k: model.lineage[k] for k in ("lineage", "images", "step") if k in model.lineage}
+
+
+def save_ldm(out: Path, model: Model, dtype: torch.dtype, ema: Model | None = None):
+    """Write one .safetensors of the original names: UNet, VAE, text encoder; with `ema`, its UNet as model_ema."""
+    vae, encoder = (
+        model.vae(),
+        (ema or model).text_encoder(),
+    )  # one of them has room; the EMA's is the one to paint with
+    if out.suffix != ".safetensors":
+        raise InputError(f"a single file is written as .safetensors, and OUT is {out}")
+    if out.exists():
+        raise InputError(f"{out} exists already; remove it, or write elsewhere")
+    text = clip_state(encoder)
+    tensors = {"model.diffusion_model." + k: t for k, t in cast("UNet", model.tensors(), dtype).items()}
+    tensors |= {"first_stage_model." + k: t for k, t in cast("VAE", vae.state_dict(), dtype).items()}
+    tensors |= {"cond_stage_model.transformer." + k: t for k, t in cast("text encoder", text, dtype).items()}
+    positions = torch.arange(encoder.model.config.max_position_embeddings)[None]  # int64 [1, 77], whatever the dtype
+    tensors["cond_stage_model.transformer.text_model.embeddings.position_ids"] = positions
+    if ema is not None:
+        tensors |= {ema_name(k): t for k, t in cast("UNet's EMA", ema.tensors(), dtype).items()}
+        tensors["model_ema.decay"] = torch.tensor(0.9999)
+        tensors["model_ema.num_updates"] = torch.tensor(model.lineage.get("ema_updates", 0), dtype=torch.int32)
+    described = {
+        "unet": asdict(model.unet_config),
+        "vae": asdict(vae.config),
+        "text": {k: getattr(encoder.model.config, k) for k in CLIP_TEXT_SETTINGS},
+        "schedule": model.schedule.config,
+        "sampling": model.sampling,
+        "size": model.size,
+    }
+    metadata = {
+        "format": "pt",
+        "modelspec.sai_model_spec": "1.0.0",
+        "modelspec.architecture": "stable-diffusion-v1",
+        "modelspec.implementation": "https://github.com/CompVis/stable-diffusion",
+        "modelspec.title": out.stem,
+        "modelspec.date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "modelspec.resolution": f"{model.size}x{model.size}",
+        "modelspec.prediction_type": model.schedule.prediction,
+        "sd_model": json.dumps(described),
+        "lineage": json.dumps(told_lineage(model)),
+    }
+    if encoder.tokenizer(ASTRONAUT)["input_ids"] != ASTRONAUT_IDS:
+        metadata["tokenizer"] = json.dumps(tokenizer_files(encoder.tokenizer))
+    tmp = out.with_name(out.name + ".tmp")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, tmp, metadata)
+        with open(tmp, "rb") as f:
+            os.fsync(f.fileno())
+        os.replace(tmp, out)
+    except (OSError, safetensors.SafetensorError) as e:
+        tmp.unlink(missing_ok=True)
+        raise InputError(f"{out} could not be written ({short(e)})") from None
+
+
+def diffusers_configs(model: Model, vae: VAE) -> dict[str, dict]:
+    """{path in the folder: JSON} of a diffusers model."""
+    if vae.config.patch > 1:
+        raise InputError(
+            f"the VAE has a space-to-depth stem (patch {vae.config.patch}), which the diffusers library has not; "
+            f"use --format native or ldm"
+        )
+    u, v, s = model.unet_config, vae.config, model.schedule.config
+    levels = len(v.channels)
+    return {
+        "model_index.json": {
+            "_class_name": "StableDiffusionPipeline",
+            "feature_extractor": [None, None],
+            "image_encoder": [None, None],
+            "requires_safety_checker": False,
+            "safety_checker": [None, None],
+            "scheduler": ["diffusers", "DDIMScheduler"],
+            "text_encoder": ["transformers", "CLIPTextModel"],
+            "tokenizer": ["transformers", "CLIPTokenizer"],
+            "unet": ["diffusers", "UNet2DConditionModel"],
+            "vae": ["diffusers", "AutoencoderKL"],
+        },
+        "unet/config.json": {
+            "_class_name": "UNet2DConditionModel",
+            "act_fn": "silu",
+            "attention_head_dim": u.num_heads,  # that library's name for the number of heads
+            "block_out_channels": u.channels,
+            "center_input_sample": False,
+            "cross_attention_dim": u.context_dim,
+            "down_block_types": ["CrossAttnDownBlock2D" if a else "DownBlock2D" for a in u.attention],
+            "downsample_padding": 1,
+            "dropout": u.dropout,
+            "flip_sin_to_cos": True,
+            "freq_shift": 0,
+            "in_channels": u.in_channels,
+            "layers_per_block": u.num_res_blocks,
+            "mid_block_scale_factor": 1,
+            "norm_eps": 1e-5,
+            "norm_num_groups": u.norm_groups,
+            "out_channels": u.out_channels,
+            "sample_size": model.size // v.factor,
+            "up_block_types": ["CrossAttnUpBlock2D" if a else "UpBlock2D" for a in reversed(u.attention)],
+        },
+        "vae/config.json": {
+            "_class_name": "AutoencoderKL",
+            "act_fn": "silu",
+            "block_out_channels": v.channels,
+            "down_block_types": ["DownEncoderBlock2D"] * levels,
+            "in_channels": 3,
+            "latent_channels": v.latent_channels,
+            "layers_per_block": v.num_res_blocks,
+            "mid_block_add_attention": v.mid_attention,
+            "norm_num_groups": v.norm_groups,
+            "out_channels": 3,
+            "sample_size": model.size,
+            "scaling_factor": v.scaling_factor,
+            "up_block_types": ["UpDecoderBlock2D"] * levels,
+        },
+        "scheduler/scheduler_config.json": {
+            "_class_name": "DDIMScheduler",
+            "beta_end": s["beta_end"],
+            "beta_schedule": s["betas"],
+            "beta_start": s["beta_start"],
+            "clip_sample": False,
+            "num_train_timesteps": s["steps"],
+            "prediction_type": {"epsilon": "epsilon", "v": "v_prediction"}[s["prediction"]],
+            "rescale_betas_zero_snr": s["zero_terminal_snr"],
+            "set_alpha_to_one": model.sampling.get("set_alpha_to_one", False),
+            "steps_offset": model.sampling.get("offset", 1),
+            # a zero-SNR model is sampled from its very last timestep (Lin et al. 2023, section 3.3)
+            "timestep_spacing": model.sampling.get("spacing", "trailing" if s["zero_terminal_snr"] else "leading"),
+            "trained_betas": None,
+        },
+        "lineage.json": told_lineage(model),
+    }
+
+
+def save_diffusers(out: Path, model: Model, dtype: torch.dtype, live: Model | None = None):
+    """Write a folder for StableDiffusionPipeline.from_pretrained; with `live`, its UNet as the non_ema variant too."""
+    vae, encoder = model.vae(), model.text_encoder()
+    text, configs = clip_state(encoder), diffusers_configs(model, vae)
+    u, v = unet_names(model.unet_config), vae_names(vae.config)
+    linear = vae_rows(vae.config)  # of the mid attention: 1x1 convs here, linear layers there
+    linear = {ours for ours, theirs in linear if ".attentions.0." in theirs and not ours.endswith(".norm")}
+    vae_state = {}
+    for k, t in vae.state_dict().items():
+        is_linear = k.endswith(".weight") and k.removesuffix(".weight") in linear
+        vae_state[v[k]] = t.flatten(1) if is_linear else t
+    with new_folder(out) as tmp:
+        for name, values in configs.items():
+            (tmp / name).parent.mkdir(exist_ok=True)
+            (tmp / name).write_text(json.dumps(values, indent=2))
+        files = {"unet/diffusion_pytorch_model": ("UNet", {u[k]: t for k, t in model.tensors().items()})}
+        if live is not None:
+            files["unet/diffusion_pytorch_model.non_ema"] = ("UNet", {u[k]: t for k, t in live.tensors().items()})
+        files["vae/diffusion_pytorch_model"] = ("VAE", vae_state)
+        files["text_encoder/model"] = ("text encoder", text)
+        (tmp / "text_encoder").mkdir()
+        for name, (part, state) in files.items():  # one after the other: a part's cast copy at a time
+            save_file(cast(part, state, dtype), tmp / f"{name}.safetensors", {"format": "pt"})
+        encoder.model.config.architectures = ["CLIPTextModel"]
+        encoder.model.config.save_pretrained(tmp / "text_encoder")
+        (tmp / "tokenizer").mkdir()
+        for name, content in tokenizer_files(encoder.tokenizer).items():
+            (tmp / "tokenizer" / name).write_text(content, encoding="utf-8")
+
+
+def save_native(out: Path, ema: Model, live: Model):
+    """Write a checkpoint folder of this project, to paint with or to start a run from (--init_from); fp32."""
+    vae, encoders = ema.vae(), {"text_encoder": live.text_encoder()}
+    trained = ema.text_encoder()
+    if weights_hash(trained) != weights_hash(encoders["text_encoder"]):
+        encoders["text_encoder_ema"] = trained
+    with new_folder(out) as tmp:
+        for name, model in (("unet", live), ("unet_ema", ema)):
+            save_file(cast("UNet", model.tensors(), torch.float32), tmp / f"{name}.safetensors")
+        for name, encoder in encoders.items():
+            encoder.save(tmp / name)
+        save_vae(vae, tmp / "vae")
+        values = {
+            "format": "checkpoint-1",
+            "preset": "imported",
+            "unet": asdict(ema.unet_config),
+            "schedule": ema.schedule.config,
+            "sampling": ema.sampling,
+            "size": ema.size,
+            "text_encoder": "text_encoder",
+            "vae": "vae",
+        }
+        (tmp / "model.json").write_text(json.dumps(values, indent=1))
+        (tmp / "state.json").write_text(json.dumps(told_lineage(ema), indent=1))
+        digests = {}
+        for file in sorted(p for p in tmp.rglob("*") if p.is_file()):
+            with open(file, "rb") as f:
+                digests[str(file.relative_to(tmp))] = hashlib.file_digest(f, "sha256").hexdigest()
+        (tmp / "manifest.json").write_text(json.dumps(digests, indent=1))
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument(
+        "source", metavar="IN", help="a checkpoint or run folder, a single file, a diffusers folder or a hub name"
+    )
+    p.add_argument("out", metavar="OUT", help="a new .safetensors (ldm) or a new folder (diffusers, native)")
+    p.add_argument("--format", required=True, choices=["ldm", "diffusers", "native"])
+    p.add_argument("--weights", choices=["ema", "live", "both"], help="default: both for native, else ema")
+    p.add_argument("--dtype", choices=list(DTYPES), help="default: fp16 for ldm, fp32 for folders")
+    p.add_argument("--vae", help="take the VAE from here instead")
+    p.add_argument("--text_encoder", help="take the text encoder from here instead: a transformers folder or hub name")
+    args = p.parse_args(argv)
+    weights = args.weights or ("both" if args.format == "native" else "ema")
+    dtype = DTYPES[args.dtype or ("fp16" if args.format == "ldm" else "fp32")]
+    if args.format == "native" and dtype != torch.float32:
+        raise InputError(f"--format native is fp32, and --dtype is {args.dtype}")
+
+    def opened(which: str) -> Model:
+        model = open_model(args.source, which)
+        if args.vae is not None:
+            model.vae = lambda: load_vae(args.vae)
+        if args.text_encoder is not None:
+            model.text_encoder = lambda: TextEncoder.from_pretrained(args.text_encoder)
+        print(model.found)
+        return model
+
+    out = Path(args.out)
+    ema = opened("ema") if weights != "live" else None
+    live = opened("live") if weights != "ema" else None
+    if args.format == "native":
+        save_native(out, ema or live, live or ema)
+    elif args.format == "diffusers":
+        save_diffusers(out, ema or live, dtype, live if ema else None)
+    elif weights == "both":
+        save_ldm(out, live, dtype, ema)
+    else:
+        save_ldm(out, ema or live, dtype)
+    size = sum(f.stat().st_size for f in out.rglob("*")) if out.is_dir() else out.stat().st_size
+    print(f"{out}: {size / 1e6:,.1f} MB, {args.format}, {weights} weights, {dtype}")
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -4,9 +4,12 @@
     python SD_ImageGen.py --model runs/final/checkpoints/step_00035000 --prompt "a portrait of an old sailor" \
         --negative "blurry, cropped" --steps 100 --cfg 8.5 --seed 7 --n 4 --out out
     python SD_ImageGen.py --model runs/final --prompts_file prompts.txt --batch 8 --out out
+    python SD_ImageGen.py --model v1-5-pruned.safetensors --prompt "a lighthouse" --sampler dpmpp_2m_karras --steps 25
+    python SD_ImageGen.py --model sd15_folder --prompt "the same in winter" --init_image house.jpg --strength 0.6
 
 Picture i is drawn from seed + i by a CPU generator of its own, so it is the same whatever the batch, and nearly the
-same on every device. PNGs carry their settings; several pictures also come as grid.png.
+same on every device. PNGs carry their settings; several pictures also come as grid.png. Prompts may be of any length:
+they are encoded in chunks of 75 tokens, joined along the sequence.
 """
 
 import argparse
@@ -17,12 +20,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngInfo
 from tqdm import tqdm
 
 import SD_Convert
-from SD_Model import DDIM, DDPM, InputError, NoiseSchedule, run_cli
+from SD_Model import InputError, NoiseSchedule, TextEncoder, run_cli
+from SD_Samplers import SAMPLERS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -43,10 +47,12 @@ def initial_noise(seeds: list[int], shape: tuple[int, int, int]) -> torch.Tensor
     return torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(s)) for s in seeds])
 
 
-def guided(unet, context, null_context, cfg: float):
+def guided(unet, context, null_context, cfg: float, rescale: float = 0.0):
     """The prediction model(x, t) under classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598).
 
     null + cfg (text - null), both from one UNet call. cfg 1 is the text alone, cfg 0 the null (or negative) alone.
+    rescale, 0 to 1: how far the standard deviation of each picture's prediction is brought back to that of the text's
+    alone, which guidance raises (Lin et al. 2023, section 3.4; 0.7 for zero-SNR models).
     context, null_context [B, T, D] have the dtype the UNet runs in; x [B, C, H, W] may be of any.
     """
     one_sided = {1.0: context, 0.0: null_context}.get(float(cfg))
@@ -58,42 +64,63 @@ def guided(unet, context, null_context, cfg: float):
             return unet(x.to(one_sided.dtype), ts, one_sided).to(x.dtype)
         ts = torch.full((2 * len(x),), t, device=x.device)
         null, text = unet(torch.cat([x, x]).to(both.dtype), ts, both).to(x.dtype).chunk(2)  # each [B, C, H, W]
-        return null + cfg * (text - null)
+        pred = null + cfg * (text - null)
+        if rescale > 0:
+            ratio = text.std(dim=(1, 2, 3), keepdim=True) / pred.std(dim=(1, 2, 3), keepdim=True)  # [B, 1, 1, 1]
+            pred = pred * (1 + rescale * (ratio - 1))
+        return pred
 
     return model
 
 
-def make_sampler(name: str, schedule: NoiseSchedule, settings: dict):
-    """sample(model, x, steps, randn, callback) for a sampler's name. settings: spacing, offset and the like."""
-    if name == "ddim":
-        return DDIM(schedule, **settings).sample
-    if name == "ddpm":
-        return DDPM(schedule, **{k: v for k, v in settings.items() if k in ("spacing", "offset")}).sample
-    raise InputError(f"--sampler wants ddpm or ddim, found {name!r}")
+def make_sampler(name: str, schedule: NoiseSchedule, settings: dict, strength: float = 1.0):
+    """sample(model, x, steps, randn, callback, init) for a sampler's name.
+
+    settings: spacing, offset, set_alpha_to_one, where the model names them; else the sampler's own defaults.
+    """
+    if name not in SAMPLERS:
+        raise InputError(f"--sampler wants one of {', '.join(SAMPLERS)}, found {name!r}")
+    options = {k: v for k, v in settings.items() if k != "set_alpha_to_one" or name == "ddim"}
+    if schedule.config["zero_terminal_snr"]:  # such a model must start at its last timestep (Lin et al., section 3.3)
+        options = {"spacing": "trailing"} | options
+
+    def sample(model, x, steps, randn, callback=None, init=None):
+        return SAMPLERS[name](
+            model, x, schedule, steps, randn=randn, callback=callback, init=init, strength=strength, **options
+        )
+
+    return sample
 
 
 @torch.no_grad()
-def sample_latents(unet, contexts, null_contexts, seeds, shape, *, sampler, steps, cfg, batch, device, progress=False):
-    """Denoise len(seeds) pictures, `batch` at a time.
+def sample_latents(
+    unet, contexts, null_contexts, seeds, shape, *, sampler, steps, cfg, batch, device, progress=False, rescale=0.0,
+    init=None,
+):  # fmt: skip
+    """Denoise len(seeds) pictures, `batch` at a time. -> fp32 [N, z, h, w], CPU.
 
-    contexts, null_contexts [N, T, D]; shape (z, h, w) of one latent; sampler from make_sampler.
-    Returns fp32 [N, z, h, w] on the CPU.
+    contexts, null_contexts: N of [T, D], in pairs of one T; pictures of one T share batches. shape (z, h, w) of one
+    latent; sampler from make_sampler; init: clean latents [1 or N, z, h, w] to start from, or None.
     """
-    out = []
-    bar = tqdm(total=math.ceil(len(seeds) / batch) * steps, desc="sampling", unit="step", disable=not progress)
-    for i in range(0, len(seeds), batch):
-        part = seeds[i : i + batch]
-        generators = [torch.Generator().manual_seed(s) for s in part]
+    lengths = [len(c) for c in contexts]
+    groups = [[i for i in range(len(seeds)) if lengths[i] == n] for n in dict.fromkeys(lengths)]
+    parts = [group[i : i + batch] for group in groups for i in range(0, len(group), batch)]
+    out = torch.empty(len(seeds), *shape)
+    with tqdm(total=len(parts) * steps, desc="sampling", unit="step", disable=not progress) as bar:
+        for part in parts:
+            generators = [torch.Generator().manual_seed(seeds[i]) for i in part]
 
-        def randn(_, generators=generators):
-            return torch.stack([torch.randn(shape, generator=g) for g in generators]).to(device)
+            def randn(_, generators=generators):
+                return torch.stack([torch.randn(shape, generator=g) for g in generators]).to(device)
 
-        x = randn(None)  # the first draw of each picture's generator: initial_noise(part, shape)
-        context, null = contexts[i : i + batch].to(device), null_contexts[i : i + batch].to(device)
-        x = sampler(guided(unet, context, null, cfg), x, steps, randn=randn, callback=lambda *_: bar.update())
-        out.append(x.float().cpu())
-    bar.close()
-    return torch.cat(out)
+            x = randn(None)  # the first draw of each picture's generator: initial_noise
+            context = torch.stack([contexts[i] for i in part]).to(device)  # [B, T, D]
+            null = torch.stack([null_contexts[i] for i in part]).to(device)
+            begin = None if init is None else init.expand(len(seeds), *shape)[part].to(device)
+            model = guided(unet, context, null, cfg, rescale)
+            x = sampler(model, x, steps, randn=randn, callback=lambda *_: bar.update(), init=begin)
+            out[part] = x.float().cpu()
+    return out
 
 
 @torch.no_grad()
@@ -109,12 +136,55 @@ def decode_latents(vae, latents: torch.Tensor, batch: int, device, dtype=torch.f
     return np.concatenate(pictures)
 
 
+def chunk_ids(text_encoder, text: str) -> torch.Tensor:
+    """Token ids int64 [chunks, max_length]: each chunk start, up to max_length - 2 tokens, end, padding.
+
+    A text that fits into one chunk has the ids that TextEncoder.tokenize gives it.
+    """
+    tokenizer, length = text_encoder.tokenizer, text_encoder.max_length
+    start, *tokens, end = tokenizer(text, verbose=False)["input_ids"]
+    rows = []
+    for i in range(0, max(len(tokens), 1), length - 2):
+        row = [start, *tokens[i : i + length - 2], end]
+        rows.append(row + [tokenizer.pad_token_id] * (length - len(row)))
+    return torch.tensor(rows, dtype=torch.long)
+
+
 @torch.no_grad()
-def encode_texts(text_encoder, texts: list[str], batch: int = 64) -> torch.Tensor:
-    """Contexts [N, T, D] on the encoder's device, each distinct text encoded once."""
-    distinct = list(dict.fromkeys(texts))
-    contexts = torch.cat([text_encoder.encode(distinct[i : i + batch]) for i in range(0, len(distinct), batch)])
-    return contexts[[distinct.index(t) for t in texts]] if len(distinct) < len(texts) else contexts
+def encode_texts(text_encoder, texts: list[str], batch: int = 64) -> list[torch.Tensor]:
+    """Contexts, each [chunks x max_length, D], on the encoder's device; each distinct text is encoded once."""
+    chunks = {text: chunk_ids(text_encoder, text) for text in texts}
+    ids = torch.cat(list(chunks.values())).to(text_encoder.model.device)
+    states = torch.cat([text_encoder(part) for part in ids.split(batch)])  # [all chunks, max_length, D]
+    parts = states.split([len(rows) for rows in chunks.values()])
+    contexts = {text: part.flatten(0, 1) for text, part in zip(chunks, parts)}
+    return [contexts[text] for text in texts]
+
+
+@torch.no_grad()
+def encode_pairs(text_encoder, prompts: list[str], negatives: list[str]) -> tuple[list, list]:
+    """Contexts of prompts and negatives; the shorter of each pair is padded with chunks of "" to the other's length."""
+    contexts = encode_texts(text_encoder, [*prompts, *negatives, ""])
+    empty = contexts.pop()
+
+    def padded(context, other):
+        return torch.cat([context] + [empty] * ((len(other) - len(context)) // len(empty)))
+
+    pairs = list(zip(contexts[: len(prompts)], contexts[len(prompts) :]))
+    return [padded(a, b) for a, b in pairs], [padded(b, a) for a, b in pairs]
+
+
+def load_picture(path: str, width: int, height: int) -> torch.Tensor:
+    """A picture file as fp32 [1, 3, height, width] in -1..1: turned upright, transparency on white, scaled to cover the
+    size, the middle kept."""
+    try:
+        with Image.open(path) as picture:
+            picture = ImageOps.exif_transpose(picture).convert("RGBA")
+    except (OSError, Image.DecompressionBombError) as e:
+        raise InputError(f"--init_image wants a picture, and {path} could not be read as one ({e})") from None
+    picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture).convert("RGB")
+    picture = ImageOps.fit(picture, (width, height), Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None].float() / 127.5 - 1  # [1, 3, H, W]
 
 
 def grid(pictures: np.ndarray, columns: int | None = None, pad: int = 2) -> np.ndarray:
@@ -129,11 +199,37 @@ def grid(pictures: np.ndarray, columns: int | None = None, pad: int = 2) -> np.n
     return sheet
 
 
+# What A1111 calls the samplers, so that other tools read them back.
+SAMPLER_TITLES = {"ddpm": "DDPM", "ddim": "DDIM", "dpmpp_2m": "DPM++ 2M", "dpmpp_2m_karras": "DPM++ 2M Karras",
+                  "euler": "Euler", "euler_a": "Euler a", "heun": "Heun"}  # fmt: skip
+
+
+def parameters_text(settings: dict) -> str:
+    """Settings of a picture in A1111's form: prompt, negative prompt, and one line of `name: value` pairs."""
+    pairs = {
+        "Steps": settings["steps"],
+        "Sampler": SAMPLER_TITLES[settings["sampler"]],
+        "CFG scale": settings["cfg"],
+        "Seed": settings["seed"],
+        "Size": "{}x{}".format(*settings["size"]),
+        "Model": Path(settings["model"]).stem,
+        "CFG rescale": settings.get("cfg_rescale"),
+        "Denoising strength": settings.get("strength"),
+    }
+    pairs = {k: str(v) for k, v in pairs.items() if v is not None}
+    pairs = {k: json.dumps(v, ensure_ascii=False) if set(v) & set(',:"\n') else v for k, v in pairs.items()}
+    negative = f"Negative prompt: {settings['negative']}\n" if settings["negative"] else ""
+    return f"{settings['prompt']}\n{negative}" + ", ".join(f"{k}: {v}" for k, v in pairs.items())
+
+
 def save_png(path: Path, picture: np.ndarray, settings: dict | None = None):
-    """Write uint8 RGB [H, W, 3], with its settings as JSON in the text chunk `sd`."""
+    """Write uint8 RGB [H, W, 3], with its settings as JSON in the text chunk `sd`; those of one picture also as
+    `parameters`, which other tools read."""
     info = PngInfo()
     if settings:
         info.add_itxt("sd", json.dumps(settings, ensure_ascii=False))
+        if "prompt" in settings:
+            info.add_text("parameters", parameters_text(settings))  # becomes iTXt where Latin-1 does not do
     Image.fromarray(picture).save(path, pnginfo=info)
 
 
@@ -180,7 +276,12 @@ def parse_args(argv=None):
     p.add_argument("--batch", type=int, default=4, help="pictures at once; does not change them")
     p.add_argument("--width", type=int, help="pixels, a multiple of 8; default: the size the model was trained at")
     p.add_argument("--height", type=int)
-    p.add_argument("--sampler", default="ddim", help="ddpm or ddim")
+    p.add_argument("--cfg_rescale", type=float, default=0.0, help="0 to 1; 0.7 for zero-SNR models, which burn else")
+    p.add_argument("--sampler", default="ddim", help=", ".join(SAMPLERS))
+    p.add_argument("--init_image", help="a picture to start from instead of noise")
+    p.add_argument("--strength", type=float, default=0.75, help="0 to 1, with --init_image: how much may change")
+    p.add_argument("--vae", help="a VAE other than the model's: folder, file or hub name")
+    p.add_argument("--text_encoder", help="a text encoder other than the model's: folder or hub name")
     p.add_argument("--weights", choices=["ema", "live"], default="ema")
     p.add_argument("--device", help="cuda, cuda:1, mps or cpu; default: the best there is")
     p.add_argument("--dtype", choices=list(DTYPES), help="default: bf16 on CUDA, fp32 elsewhere")
@@ -199,12 +300,18 @@ def main(argv=None):
         raise InputError(f"--out {out} names one picture and {len(jobs)} were asked for; give a folder")
     if args.batch < 1:
         raise InputError(f"--batch wants at least 1, found {args.batch}")
+    if not 0 <= args.cfg_rescale <= 1:
+        raise InputError(f"--cfg_rescale wants 0 to 1, found {args.cfg_rescale}")
     model = SD_Convert.open_model(args.model, weights=args.weights)
     print(model.found)
-    height, width = args.height or model.size, args.width or model.size
+    height = args.height if args.height is not None else model.size
+    width = args.width if args.width is not None else model.size
     if not 1 <= args.steps <= model.schedule.steps:
         raise InputError(f"--steps wants 1 to {model.schedule.steps}, found {args.steps}")
-    sampler = make_sampler(args.sampler, model.schedule, model.sampling)
+    sampler = make_sampler(args.sampler, model.schedule, model.sampling, args.strength)
+    if args.init_image is not None:
+        if not 0 < args.strength <= 1 or int(args.steps * args.strength) < 1:
+            raise InputError(f"--strength wants 0 to 1 and, of {args.steps} steps, at least one; found {args.strength}")
     folder = out.parent if out.suffix.lower() == ".png" else out
     try:  # find out before the work, not after it
         folder.mkdir(parents=True, exist_ok=True)
@@ -214,24 +321,34 @@ def main(argv=None):
         raise InputError(f"--out wants a folder that can be written, found {folder} ({e.strerror})") from None
 
     # Text encoder, UNet and VAE are on the device one after the other, never together.
-    text_encoder = model.text_encoder().to(device, dtype)
-    contexts = encode_texts(text_encoder, [j["prompt"] for j in jobs])
-    null_contexts = encode_texts(text_encoder, [j["negative"] for j in jobs])
-    del text_encoder
-    vae = model.vae()
+    vae = model.vae() if args.vae is None else SD_Convert.load_vae(args.vae)
     factor, z = vae.config.factor, vae.config.latent_channels
     if height < factor or width < factor or height % factor or width % factor:
         raise InputError(f"--width and --height want multiples of {factor}, found {width} x {height}")
+    init = None
+    if args.init_image is not None:
+        picture = load_picture(args.init_image, width, height)
+        init = vae.to(device, dtype).encode(picture.to(device, dtype)).float().cpu()  # [1, z, h, w]
+        vae = vae.cpu()
+    text_encoder = model.text_encoder() if args.text_encoder is None else TextEncoder.from_pretrained(args.text_encoder)
+    text_encoder = text_encoder.to(device, dtype)
+    contexts, nulls = encode_pairs(text_encoder, [j["prompt"] for j in jobs], [j["negative"] for j in jobs])
+    del text_encoder
     unet = model.unet().to(device, dtype, memory_format=torch.channels_last if device.type == "cuda" else None)
     latents = sample_latents(
-        unet, contexts, null_contexts, [j["seed"] for j in jobs], (z, height // factor, width // factor),
-        sampler=sampler, steps=args.steps, cfg=args.cfg, batch=args.batch, device=device, progress=True,
+        unet, contexts, nulls, [j["seed"] for j in jobs], (z, height // factor, width // factor), sampler=sampler,
+        steps=args.steps, cfg=args.cfg, batch=args.batch, device=device, progress=True, rescale=args.cfg_rescale,
+        init=init,
     )  # fmt: skip
     del unet
     pictures = decode_latents(vae.to(device, dtype), latents, args.batch, device, dtype)
 
     common = {"steps": args.steps, "cfg": args.cfg, "sampler": args.sampler, "size": [width, height],
               "weights": args.weights, "model": str(args.model)}  # fmt: skip
+    if args.cfg_rescale:
+        common["cfg_rescale"] = args.cfg_rescale
+    if init is not None:
+        common |= {"init_image": args.init_image, "strength": args.strength}
     for i, (job, picture) in enumerate(zip(jobs, pictures)):
         save_png(out if folder != out else out / f"{i:05d}.png", picture, job | common)
     if len(jobs) > 1:

@@ -93,7 +93,7 @@ PRESETS = {
     # Trains on two CPU cores in minutes: 64 px pictures, 8 x 8 latents.
     "tiny": dict(
         unet=UNetConfig(
-            channels=(48, 96), attention=(True, True), num_res_blocks=1, num_heads=4, context_dim=64, norm_groups=16
+            channels=(32, 64), attention=(True, True), num_res_blocks=1, num_heads=4, context_dim=64, norm_groups=8
         ),
         vae=VAEConfig(
             channels=(32, 64), num_res_blocks=1, norm_groups=8, mid_attention=False, patch=4, scaling_factor=1.0
@@ -572,6 +572,8 @@ class TextEncoder(nn.Module):
                 **config,
             )
         )
+        # Words start far apart (CLIP's own 0.02 would let the random layers drown them), so that they combine freely.
+        nn.init.normal_(model.get_input_embeddings().weight, std=1.0)
         return cls(model.eval(), tokenizer)
 
     def save(self, folder: str):

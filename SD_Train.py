@@ -411,10 +411,11 @@ def sample_grid(path: Path, ema: Denoiser, text_encoder, vae, schedule, prompts:
     """Write a grid of pictures: fixed prompts and seeds, EMA weights."""
     encoder = ema.text_encoder or text_encoder
     f, z = vae.config.factor, vae.config.latent_channels
+    contexts, nulls = SD_ImageGen.encode_pairs(encoder, prompts, [""] * len(prompts))
     latents = SD_ImageGen.sample_latents(
         in_autocast(ema.unet, device, settings["dtype"]),
-        SD_ImageGen.encode_texts(encoder, prompts),
-        SD_ImageGen.encode_texts(encoder, [""] * len(prompts)),
+        contexts,
+        nulls,
         list(range(len(prompts))),
         (z, settings["size"] // f, settings["size"] // f),
         sampler=SD_ImageGen.make_sampler("ddim", schedule, {}),
@@ -541,7 +542,7 @@ def load_vae(settings: dict, vae_info: dict):
     return vae
 
 
-def init_weights(args, denoiser: Denoiser, ema: Denoiser) -> list[dict]:
+def init_weights(args, denoiser: Denoiser, ema: Denoiser, prediction: str) -> list[dict]:
     """Weights of --init_from into live and EMA; returns the lineage that the new run continues."""
     wanted = {"same": ("live", "ema"), "ema": ("ema", "ema"), "live": ("live", "live")}[args.init_weights]
     for net, weights in zip((denoiser, ema), wanted):
@@ -549,6 +550,11 @@ def init_weights(args, denoiser: Denoiser, ema: Denoiser) -> list[dict]:
         config, state = source.unet_state()
         if config != net.unet.config:
             raise InputError(f"{args.init_from} holds a UNet of {config}, and the preset wants {net.unet.config}")
+        if source.schedule.prediction != prediction:
+            raise InputError(
+                f"{args.init_from} predicts {source.schedule.prediction}, and this run {prediction}; add --prediction "
+                f"{source.schedule.prediction}"
+            )
         net.unet.load_state_dict(state)
         if net.text_encoder is not None:
             net.text_encoder.load_state_dict(source.text_encoder().state_dict())
@@ -651,7 +657,7 @@ def main(argv=None):
         step, updates, lineage, window = saved["step"], saved["ema_updates"], saved["lineage"], Window(saved["window"])
     else:
         if args.init_from:
-            lineage = init_weights(args, denoiser, ema)
+            lineage = init_weights(args, denoiser, ema, settings["prediction"])
         lineage.append({"phase": settings["phase"], "data": hashes, "images": 0, "revision": git_revision(),
                         "torch": torch.__version__})  # fmt: skip
     denoiser.to(device, memory_format=memory).train()

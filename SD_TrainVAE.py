@@ -7,9 +7,9 @@
 
 The loss per value of pictures in -1..1 and per latent value, with z ~ N(mean, var) sampled anew at every step:
 
-    l1_weight |x - y| + l2_weight (x - y)^2 + edge_weight |grad x - grad y| + kl_weight KL(N(mean, var) || N(0, 1))
+    l1_weight |x - y| + l2_weight (x - y)^2 + edge_weight |grad (x - y)| + kl_weight KL(N(mean, var) || N(0, 1))
 
-(Kingma & Welling 2013, arXiv:1312.6114; the KL term as in latent diffusion, arXiv:2112.10752, but a mean and not a sum).
+(Kingma & Welling 2013, arXiv:1312.6114; the KL term as in latent diffusion, arXiv:2112.10752, but a mean, not a sum).
 At the end the standard deviation of the latents is measured and scaling_factor set to 1 / it, so that latents have unit
 variance. The run folder gets
 
@@ -28,6 +28,7 @@ import hashlib
 import json
 import math
 import os
+import pickle
 import shutil
 import time
 from dataclasses import asdict, replace
@@ -38,10 +39,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data_pipeline import common
-from encode_latents import sha256_file, stream, write_json
-from SD_Convert import checkpoint_problem, new_folder, save_vae
+from encode_latents import stream, write_json
+from SD_Convert import new_folder, save_vae
 from SD_ImageGen import DTYPES, grid, pick_device, save_png
 from SD_Model import PRESETS, VAE, InputError, VAEResBlock, run_cli, weights_hash
+from SD_Run import find_checkpoint, sha256
 
 MAX_HELD_OUT = 256  # pictures that the PSNR is measured on
 MAX_MEASURED = 4096  # pictures that the latents' standard deviation is measured on
@@ -76,7 +78,7 @@ def load_pictures(images: str, size: int, workers: int, ram_gib: float, held_out
                 rejects[reason] = rejects.get(reason, 0) + n
             if len(train) >= limit:
                 print(
-                    f"note: {limit:,} pictures fill --ram_gib {ram_gib:g}; those after {source}/{shard}/{key} are unused"
+                    f"note: {limit:,} pictures fill --ram_gib {ram_gib:g}; what comes after {source}/{shard} is unused"
                 )
                 break
         batches.close()
@@ -184,16 +186,14 @@ def save_comparison(path: Path, pictures: torch.Tensor, reconstructions: torch.T
 
 
 def save_checkpoint(run: Path, step: int, vae: VAE, ema: VAE, optimizer, config: dict):
-    """checkpoints/step_NNNNNNNN: written under another name with its checksums, flushed, renamed. Keeps the last two."""
+    """checkpoints/step_NNNNNNNN, written under another name with its checksums, flushed, renamed; two are kept."""
     with new_folder(run / "checkpoints" / f"step_{step:08d}", replace=True) as tmp:
         for name, module in (("vae", vae), ("vae_ema", ema)):
             state = {k: t.detach().cpu().contiguous() for k, t in module.state_dict().items()}
             save_file(state, tmp / f"{name}.safetensors")
         torch.save(optimizer.state_dict(), tmp / "optimizer.pt")
         (tmp / "state.json").write_text(json.dumps({"step": step, "config": config}, indent=1))
-        (tmp / "manifest.json").write_text(
-            json.dumps({f.name: sha256_file(f) for f in sorted(tmp.iterdir())}, indent=1)
-        )
+        (tmp / "manifest.json").write_text(json.dumps({f.name: sha256(f) for f in sorted(tmp.iterdir())}, indent=1))
     for old in checkpoint_folders(run)[2:]:
         shutil.rmtree(old)
 
@@ -201,21 +201,6 @@ def save_checkpoint(run: Path, step: int, vae: VAE, ema: VAE, optimizer, config:
 def checkpoint_folders(run: Path) -> list[Path]:
     """The run's checkpoints, newest first."""
     return sorted((run / "checkpoints").glob("step_*[0-9]"), key=lambda p: int(p.name[5:]), reverse=True)
-
-
-def find_checkpoint(run: Path, resume: str) -> Path | None:
-    """The checkpoint that --resume names; for 'latest' the newest whole one, or None. InputError if it is damaged."""
-    folders = checkpoint_folders(run) if resume == "latest" else [Path(resume)]
-    problems = []
-    for folder in folders:
-        problem = checkpoint_problem(folder)
-        if problem is None:
-            return folder
-        problems.append(f"{folder}: {problem}")
-        print(f"skipped {problems[-1]}")
-    if problems:
-        raise InputError(f"a whole checkpoint was wanted, found {'; '.join(problems)}: delete it to start anew")
-    return None
 
 
 def same_config(config: dict, old: dict, where: Path):
@@ -288,7 +273,10 @@ def train(args, config: dict, train_set: torch.Tensor, held_out: torch.Tensor, d
         lr=args.lr, betas=(0.9, 0.95), fused=device.type != "mps",
     )  # fmt: skip
     if folder:
-        optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location=device, weights_only=True))
+        try:
+            optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location=device, weights_only=True))
+        except pickle.UnpicklingError:
+            raise InputError(f"{folder / 'optimizer.pt'} is not an optimizer state: give another checkpoint") from None
 
     weights = {name: config[f"{name}_weight"] for name in ("l1", "l2", "edge", "kl")}
     dtype = DTYPES[args.dtype]
@@ -306,8 +294,9 @@ def train(args, config: dict, train_set: torch.Tensor, held_out: torch.Tensor, d
                 terms = losses(vae, x, noise, weights)
             optimizer.zero_grad(set_to_none=True)
             terms["loss"].backward()
+            terms = {name: term.detach() for name, term in terms.items()}
             norm = torch.nn.utils.clip_grad_norm_(vae.parameters(), args.grad_clip)
-            if step % args.log_steps == 0 and not math.isfinite(float(terms["loss"]) + float(norm)):
+            if not math.isfinite(float(terms["loss"]) + float(norm)):
                 raise InputError(f"the loss became {float(terms['loss'])} at step {step}: try a smaller --lr")
             optimizer.step()
             step += 1
@@ -430,8 +419,8 @@ def main(argv=None):
     ema = train(args, config, train_set, held_out, device)
     result = finish(args, config, ema, train_set, held_out, device)
     print(
-        f"{run / 'vae'}: {result['psnr']:.2f} dB on {len(held_out)} held-out pictures; latents had a standard deviation "
-        f"of {result['latents']['std']:.3f}, so scaling_factor is {result['scaling_factor']:.4f}; "
+        f"{run / 'vae'}: {result['psnr']:.2f} dB on {len(held_out)} held-out pictures; latents had a standard "
+        f"deviation of {result['latents']['std']:.3f}, so scaling_factor is {result['scaling_factor']:.4f}; "
         f"{time.perf_counter() - begin:.0f} s"
     )
 

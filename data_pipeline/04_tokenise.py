@@ -1,0 +1,229 @@
+"""Image shards (tars) to token batches (parquet): image key, token ids, caption, and what is known of the picture.
+
+    python data_pipeline/04_tokenise.py --in data/shapes/images --out data/shapes/tokens \
+        --tokenizer data/shapes/tokenizer --keep data/shapes/filtered
+    python data_pipeline/04_tokenise.py --in data/laion/images --out data/laion/tokens \
+        --tokenizer openai/clip-vit-large-patch14 --workers 16
+
+Writes 00000.parquet for 00000.tar, and manifest.json. Columns: image_key (<source>/<shard>/<key>), input_ids (L int32:
+start, text, end, padding; longer text is cut and still ends with the end token), caption, and url, width, height,
+similarity, aesthetic, pwatermark, punsafe, sha256 where the metadata has them. --keep takes what 02_filter.py wrote:
+rows are matched by shard and key where it has a `key` column, else by URL. The source is the name of the folder above
+`images`, or --source. Left out and counted by reason: not_kept, empty_caption, no_image, and what is wrong with a tar
+(cut_tar, duplicate_key, link, ...). Run the same command again to go on after a stop, or when shards were added.
+"""
+
+import argparse
+import functools
+import json
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import common
+
+BATCH_CAPTIONS = 4096
+METADATA = {
+    "url": pa.string(),
+    "width": pa.int32(),
+    "height": pa.int32(),
+    "similarity": pa.float32(),
+    "aesthetic": pa.float32(),
+    "pwatermark": pa.float32(),
+    "punsafe": pa.float32(),
+    "sha256": pa.string(),
+}
+
+
+@functools.lru_cache(maxsize=1)
+def open_tokenizer(path: str):
+    """The tokenizer, loaded once a process."""
+    return common.load_tokenizer(path)
+
+
+def kept_keys(path: Path) -> set[str] | None:
+    """The keys of a filtered parquet file; None if it has no column of keys."""
+    if not path.exists():
+        common.fail(f"--keep has no {path.name} in {path.parent}: run 02_filter.py on all shards of --in first")
+    if common.find_column(pq.read_schema(path).names, "key") is None:
+        return None
+    return set(pq.read_table(path, columns=["key"]).column(0).to_pylist())
+
+
+@functools.lru_cache(maxsize=1)
+def kept_urls(folder: Path) -> set[str]:
+    """The URLs of all filtered parquet files of a folder, read once a process."""
+    urls: set[str] = set()
+    for path in sorted(folder.glob("*.parquet")):
+        if common.find_column(pq.read_schema(path).names, "url") != "url":
+            common.fail(f"{path} has neither a column key nor url: give --keep a folder that 02_filter.py wrote")
+        urls.update(pq.read_table(path, columns=["url"]).column(0).to_pylist())
+    return urls
+
+
+def keep_by_key(folder: Path) -> bool:
+    """Whether a filtered folder names pictures by key (it was made from the parquet beside the tars), or by URL."""
+    files = common.list_files(str(folder), ".parquet")
+    if (folder / "manifest.json").exists() and not common.read_json(folder / "manifest.json")["complete"]:
+        common.fail(f"{folder} is not finished: run the 02_filter.py command that made it again")
+    return common.find_column(pq.read_schema(files[0]).names, "key") is not None
+
+
+def metadata_row(metadata: dict) -> dict:
+    """The columns of METADATA from a sample's JSON; None where it has none or one of another type."""
+    row = {}
+    for name, kind in METADATA.items():
+        value = metadata.get(name) if name == "sha256" else common.metadata_value(metadata, name)
+        if pa.types.is_string(kind):
+            row[name] = common.clean_text(value) if isinstance(value, str) else None
+        else:
+            usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**31
+            row[name] = (int(value) if pa.types.is_integer(kind) else float(value)) if usable else None
+    return row
+
+
+def tokenise_shard(
+    tar: Path, target: Path, tokenizer_path: str, source: str, keep: Path | None, by_key: bool, notes: dict
+) -> Counter:
+    """Writes one parquet; returns the counts: rows, tokens (without padding), truncated, and what was left out."""
+    tokenizer = open_tokenizer(tokenizer_path)
+    length = common.text_length(tokenizer)
+    keys = kept_keys(keep / f"{tar.stem}.parquet") if keep and by_key else None
+    urls = kept_urls(keep) if keep and not by_key else None
+    ids_type = pa.list_(pa.int32(), length)
+    schema = pa.schema({"image_key": pa.string(), "input_ids": ids_type, "caption": pa.string(), **METADATA})
+    counts, rejects = Counter(), Counter()
+
+    def write(rows: list[dict]) -> None:
+        captions = [row["caption"] for row in rows]
+        ids = common.tokenize(tokenizer, captions)
+        full = np.flatnonzero(ids[:, -2] != tokenizer.pad_token_id)  # these may have been cut
+        whole = tokenizer([captions[i] for i in full], verbose=False)["input_ids"] if len(full) else []
+        counts["rows"] += len(rows)
+        counts["truncated"] += sum(len(row) > length for row in whole)
+        counts["tokens"] += int((ids != tokenizer.pad_token_id).sum())
+        if (
+            tokenizer.pad_token_id == tokenizer.eos_token_id
+        ):  # the end of each row counts, the padding after it does not
+            counts["tokens"] += len(rows)
+        columns = [pa.array([row[name] for row in rows], kind) for name, kind in METADATA.items()]
+        images = pa.array([row["image_key"] for row in rows], pa.string())
+        lists = pa.FixedSizeListArray.from_arrays(pa.array(ids.reshape(-1)), type=ids_type)
+        writer.write_batch(pa.record_batch([images, lists, pa.array(captions, pa.string()), *columns], schema=schema))
+
+    with common.atomic_path(target) as temporary:
+        with pq.ParquetWriter(temporary, schema) as writer:
+            rows: list[dict] = []
+            for key, sample in common.iter_samples(tar, rejects, images=False):
+                caption = common.caption_of(sample)
+                if sample["ext"] is None:
+                    counts["no_image"] += 1
+                elif keys is not None and key not in keys:
+                    counts["not_kept"] += 1
+                elif urls is not None and common.metadata_value(sample["json"], "url") not in urls:
+                    counts["not_kept"] += 1
+                elif not caption:
+                    counts["empty_caption"] += 1
+                else:
+                    image_key = common.image_key(source, tar.stem, key)
+                    rows.append({"image_key": image_key, "caption": caption, **metadata_row(sample["json"])})
+                if len(rows) == BATCH_CAPTIONS:
+                    write(rows)
+                    rows = []
+            if rows:
+                write(rows)
+            counts.update(rejects)
+            writer.add_key_value_metadata({"counts": json.dumps(counts), "notes": json.dumps(notes)})
+    return counts
+
+
+def finished(target: Path, notes: dict) -> Counter | None:
+    """The counts of a shard that was tokenised before from the same input; None if it has to be done."""
+    if not target.exists():
+        return None
+    metadata = pq.read_metadata(target).metadata
+    same = json.loads(metadata.get(b"notes", b"null")) == notes
+    return Counter(json.loads(metadata[b"counts"])) if same else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--in", dest="images", required=True, help="folder or glob of tars")
+    parser.add_argument("--out", required=True, help="folder of the token batches")
+    parser.add_argument(
+        "--tokenizer", default="openai/clip-vit-large-patch14", help="folder or hub name; default %(default)s"
+    )
+    parser.add_argument("--keep", type=Path, help="folder that 02_filter.py wrote; default: keep all")
+    parser.add_argument("--source", help="name of the source; default: the folder above `images`")
+    parser.add_argument("--workers", type=int, default=1, help="processes")
+    args = parser.parse_args()
+
+    tars = common.list_shards(args.images)
+    common.refuse_repeated_names(tars)
+    sources = {args.source or common.source_of(tar) for tar in tars}
+    if len(sources) > 1:
+        common.fail(
+            f"the tars belong to several sources ({', '.join(sorted(sources))}): run once for each, or --source"
+        )
+    source = sources.pop()
+    tokenizer = open_tokenizer(args.tokenizer)
+    by_key = keep_by_key(args.keep) if args.keep else False
+    settings = {
+        "source": source,
+        "tokenizer_hash": common.tokenizer_hash(tokenizer),
+        "max_length": common.text_length(tokenizer),
+        "vocab_size": len(tokenizer),
+        "keep": str(args.keep) if args.keep else None,
+    }
+    out = Path(args.out)
+    targets = {tar: out / f"{tar.stem}.parquet" for tar in tars}
+    common.claim_folder(out, "04_tokenise.py", settings)
+    common.refuse_strangers(out, ".parquet", {target.name for target in targets.values()})
+
+    all_kept = sorted(args.keep.glob("*.parquet")) if args.keep else []
+    jobs, total = [], Counter()
+    for tar, target in targets.items():
+        kept = [path for path in all_kept if path.stem == tar.stem] if by_key else all_kept
+        notes = {"input": common.fingerprint(tar, *kept), **settings}
+        counts = finished(target, notes)
+        if counts is None:
+            jobs.append((tar, target, args.tokenizer, source, args.keep, by_key, notes))
+        else:
+            total.update(counts)
+    start, tokens, captions = time.perf_counter(), 0, 0
+    with common.progress(len(jobs), "04_tokenise.py", "shard") as bar:
+        for counts in common.parallel(tokenise_shard, jobs, args.workers):
+            total.update(counts)
+            tokens, captions = tokens + counts["tokens"], captions + counts["rows"]
+            bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):,.0f} tokens/s", refresh=False)
+            bar.update()
+    seconds = time.perf_counter() - start
+
+    rows, tokens_in_all, truncated = (total.pop(name, 0) for name in ("rows", "tokens", "truncated"))
+    common.write_manifest(
+        out,
+        {
+            "script": "04_tokenise.py",
+            "settings": settings,
+            "complete": True,
+            **{name: settings[name] for name in ("source", "tokenizer_hash", "max_length", "vocab_size")},
+            "shards": {target.name: pq.read_metadata(target).num_rows for target in targets.values()},
+            "rows": rows,
+            "tokens": tokens_in_all,
+            "truncated": truncated,
+            "left_out": {reason: count for reason, count in sorted(total.items()) if count},
+        },
+    )
+    if jobs:
+        print(f"{captions:,} captions now, {tokens / seconds:,.0f} tokens/s, {captions / seconds:,.0f} captions/s")
+    left_out = ", ".join(f"{reason} {count:,}" for reason, count in sorted(total.items()) if count) or "nothing"
+    print(f"{rows:,} captions of {source}, {truncated / max(rows, 1):.2%} cut at {settings['max_length']} ids: {out}")
+    print(f"left out: {left_out}")
+
+
+if __name__ == "__main__":
+    common.run_script(main)

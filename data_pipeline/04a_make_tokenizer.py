@@ -1,0 +1,86 @@
+"""Trains a small tokenizer of CLIP's kind on the captions of image shards, for those who train their own text encoder.
+
+    python data_pipeline/04a_make_tokenizer.py --in data/shapes/images --out data/shapes/tokenizer \
+        --vocab_size 600 --max_length 16
+
+The folder opens with transformers' AutoTokenizer, without network, as a CLIPTokenizer: lower case, byte-level BPE with
+an end-of-word mark, `<|startoftext|>` text `<|endoftext|>`, padded with `<|endoftext|>`. Ids 0..255 are the bytes,
+256..511 the bytes at a word's end (so every text has ids, in any language), then the merges, most frequent pair first,
+then start and end. The same captions give the same tokenizer. A second run with a finished --out does nothing.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import common
+
+START, END = "<|startoftext|>", "<|endoftext|>"
+SUFFIX = "</w>"
+
+
+def captions(tars: list[Path]) -> Iterator[str]:
+    """The captions of all tars, in order, with a progress bar."""
+    with common.progress(None, "04a_make_tokenizer.py", "captions") as bar:
+        for tar in tars:
+            for _, sample in common.iter_samples(tar, images=False):
+                bar.update()
+                yield common.caption_of(sample)
+
+
+def train(texts: Iterator[str], vocab_size: int, max_length: int):
+    """A transformers CLIPTokenizer with at most `vocab_size` tokens and model_max_length `max_length`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import CLIPTokenizer
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # 256 printable characters that stand for the bytes
+    base = letters + [letter + SUFFIX for letter in letters]
+    bare = CLIPTokenizer(vocab={token: i for i, token in enumerate(base + [START, END])}, merges=[])
+    learner = Tokenizer(models.BPE(end_of_word_suffix=SUFFIX))
+    learner.normalizer = bare.backend_tokenizer.normalizer  # words are split as the finished tokenizer will split them
+    learner.pre_tokenizer = bare.backend_tokenizer.pre_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, end_of_word_suffix=SUFFIX, initial_alphabet=letters, show_progress=False
+    )
+    learner.train_from_iterator(texts, trainer)
+    merges = [tuple(pair) for pair in json.loads(learner.to_str())["model"]["merges"]]
+    merges = merges[: vocab_size - len(base) - 2]
+    tokens = list(dict.fromkeys(base + [left + right for left, right in merges] + [START, END]))
+    return CLIPTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=merges, model_max_length=max_length)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--in", dest="images", required=True, help="folder or glob of tars")
+    parser.add_argument("--out", required=True, help="folder of the tokenizer")
+    parser.add_argument("--vocab_size", type=int, default=2048, help="tokens at most; 514 are bytes, start and end")
+    parser.add_argument("--max_length", type=int, default=77, help="ids a caption, start and end included")
+    args = parser.parse_args()
+    if args.vocab_size < 514 or args.max_length < 3:
+        common.fail(
+            f"--vocab_size is {args.vocab_size} and must be at least 514 (bytes, bytes at a word's end, start, end), "
+            f"--max_length is {args.max_length} and must be at least 3"
+        )
+    tars = common.list_shards(args.images)
+    settings = {
+        "input": common.fingerprint(*tars),
+        "vocab_size": args.vocab_size,
+        "max_length": args.max_length,
+    }
+    out = Path(args.out)
+    common.claim_folder(out, "04a_make_tokenizer.py", settings)
+    manifest = common.read_json(out / "manifest.json")
+    if manifest["complete"]:
+        print(f"done already: {out} has {manifest['tokens']} tokens")
+        return
+    tokenizer = train(captions(tars), args.vocab_size, args.max_length)
+    tokenizer.save_pretrained(out)
+    tokens = len(tokenizer)
+    manifest.update(complete=True, tokens=tokens, tokenizer_hash=common.tokenizer_hash(tokenizer))
+    common.write_manifest(out, manifest)
+    print(f"{tokens} tokens, {args.max_length} ids a caption: {out}")
+
+
+if __name__ == "__main__":
+    common.run_script(main)

@@ -1,0 +1,209 @@
+"""Token batches (parquet) to the Arrow dataset that training reads, with a train and a val split.
+
+    python data_pipeline/05_build_hf_dataset.py --in data/shapes/tokens --out data/shapes/dataset --val_fraction 0.02
+    python data_pipeline/05_build_hf_dataset.py --in data/diffusiondb/tokens data/journeydb/tokens \
+        --out data/synthetic/dataset
+
+The folder opens with `datasets.load_from_disk` of the Hugging Face library, though pyarrow alone writes it:
+dataset_dict.json; train/ and val/ with state.json, dataset_info.json and data-00000-of-00001.arrow, ... (streams); and
+manifest.json (counts, tokenizer hash, length, vocabulary). Columns: image_key (string), input_ids (L int32), caption
+(string). Whether a row is in val depends on its image key alone, so that a row never changes sides as data grow; a
+larger --val_fraction moves rows from train to val only. Built in a temporary folder and renamed; if the token batches
+have changed since, it is built anew, else the script says that it is done.
+"""
+
+import argparse
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import common
+
+BATCH_ROWS = 1000  # rows a record batch
+READ_ROWS = 50_000
+
+
+def read_manifests(folders: list[Path]) -> list[dict]:
+    """The manifests of token folders; fails if one is unfinished or if they come from different tokenizers."""
+    manifests = []
+    for folder in folders:
+        if not (folder / "manifest.json").exists():
+            common.fail(f"{folder} has no manifest.json: give a folder that 04_tokenise.py wrote")
+        manifest = common.read_json(folder / "manifest.json")
+        if manifest.get("script") != "04_tokenise.py":
+            common.fail(f"{folder} was written by {manifest.get('script')}: give a folder that 04_tokenise.py wrote")
+        if not manifest["complete"]:
+            common.fail(f"{folder} is not finished: run the 04_tokenise.py command that made it again")
+        for name in ("tokenizer_hash", "max_length"):
+            if manifests and manifest[name] != manifests[0][name]:
+                common.fail(
+                    f"{folders[0]} and {folder} have different tokenizers ({name} {manifests[0][name]} and "
+                    f"{manifest[name]}): tokenise both with the same --tokenizer"
+                )
+        for shard, rows in manifest["shards"].items():
+            path = folder / shard
+            if not path.exists() or pq.read_metadata(path).num_rows != rows:
+                common.fail(f"{path} does not have the {rows} rows of its manifest: run 04_tokenise.py again")
+        manifests.append(manifest)
+    return manifests
+
+
+def read_rows(folders: list[Path], manifests: list[dict], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """All rows of all token folders, in order, as batches of `schema`; fails at a repeated image key."""
+    keys = common.SeenSet()
+    for folder, manifest in zip(folders, manifests, strict=True):
+        for shard in manifest["shards"]:
+            for batch in pq.ParquetFile(folder / shard).iter_batches(READ_ROWS, columns=schema.names):
+                names = batch.column("image_key").to_pylist()
+                new = keys.add(names)
+                if not new.all():
+                    name = names[int(np.flatnonzero(~new)[0])]
+                    common.fail(
+                        f"{folder / shard} repeats the image key {name}: give each source its own --source in 04"
+                    )
+                yield batch.select(schema.names).cast(schema)
+
+
+class SplitWriter:
+    """Writes one split as Arrow stream files of at most `file_rows` rows, then the JSON files beside them."""
+
+    def __init__(self, folder: Path, schema: pa.Schema, file_rows: int):
+        self.folder, self.schema, self.file_rows = folder, schema, file_rows
+        self.rows, self.rows_in_file, self.files, self.bytes = 0, 0, 0, 0
+        self.waiting: list[pa.RecordBatch] = []
+        self.stream = None
+        folder.mkdir()
+        self._open()
+
+    def _open(self) -> None:
+        if self.stream is not None:
+            self.stream.close()
+        self.stream = pa.ipc.new_stream(self.folder / f"{self.files}.arrow", self.schema)
+        self.files += 1
+        self.rows_in_file = 0
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Appends rows."""
+        self.waiting.append(batch)
+        if sum(map(len, self.waiting)) >= BATCH_ROWS:
+            self._flush()
+
+    def _flush(self) -> None:
+        table = pa.Table.from_batches(self.waiting, self.schema).combine_chunks()
+        self.waiting = []
+        start = 0
+        while start < len(table):
+            if self.rows_in_file == self.file_rows:
+                self._open()
+            piece = table.slice(start, min(BATCH_ROWS, self.file_rows - self.rows_in_file))
+            self.stream.write_table(piece)
+            self.rows += len(piece)
+            self.rows_in_file += len(piece)
+            self.bytes += piece.nbytes
+            start += len(piece)
+
+    def close(self, split: str, features: dict, tag: str) -> None:
+        """Finishes the files and writes state.json and dataset_info.json."""
+        self._flush()
+        self.stream.close()
+        names = [f"data-{i:05d}-of-{self.files:05d}.arrow" for i in range(self.files)]
+        for i, name in enumerate(names):
+            (self.folder / f"{i}.arrow").rename(self.folder / name)
+        state = {
+            "_data_files": [{"filename": name} for name in names],
+            "_fingerprint": hashlib.sha256(f"{tag} {split}".encode()).hexdigest()[:16],
+            "_format_columns": None,
+            "_format_kwargs": {},
+            "_format_type": None,
+            "_output_all_columns": False,
+            "_split": split,
+        }
+        info = {"citation": "", "description": "", "features": features, "homepage": "", "license": ""}
+        info["splits"] = {split: {"name": split, "num_bytes": self.bytes, "num_examples": self.rows}}
+        (self.folder / "state.json").write_text(json.dumps(state, indent=2))
+        (self.folder / "dataset_info.json").write_text(json.dumps(info, indent=2))
+
+
+def build(folder: Path, folders: list[Path], manifests: list[dict], val_fraction: float, file_rows: int) -> dict:
+    """Writes the dataset into `folder` (which must not exist); returns the rows of each split."""
+    length = manifests[0]["max_length"]
+    features = {
+        "image_key": {"dtype": "string", "_type": "Value"},
+        "input_ids": {"feature": {"dtype": "int32", "_type": "Value"}, "length": length, "_type": "Sequence"},
+        "caption": {"dtype": "string", "_type": "Value"},
+    }
+    schema = pa.schema(
+        {"image_key": pa.string(), "input_ids": pa.list_(pa.int32(), length), "caption": pa.string()},
+        metadata={"huggingface": json.dumps({"info": {"features": features}})},
+    )
+    folder.mkdir(parents=True)
+    splits = {name: SplitWriter(folder / name, schema, file_rows) for name in ("train", "val")}
+    with common.progress(sum(m["rows"] for m in manifests), "05_build_hf_dataset.py", "row") as bar:
+        for batch in read_rows(folders, manifests, schema):
+            in_val = [common.key_fraction(key) < val_fraction for key in batch.column("image_key").to_pylist()]
+            in_val = np.array(in_val, bool)
+            splits["train"].write(batch.filter(pa.array(~in_val)))
+            splits["val"].write(batch.filter(pa.array(in_val)))
+            bar.update(len(batch))
+    tag = json.dumps([manifests, val_fraction])
+    for name, split in splits.items():
+        split.close(name, features, tag)
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(splits)}))
+    return {name: split.rows for name, split in splits.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--in", dest="tokens", required=True, nargs="+", type=Path, help="folders of 04_tokenise.py")
+    parser.add_argument("--out", required=True, type=Path, help="folder of the dataset")
+    parser.add_argument("--val_fraction", type=float, default=0.01, help="share of rows held out; default %(default)s")
+    parser.add_argument("--file_rows", type=int, default=1_000_000, help="rows an Arrow file, at most")
+    args = parser.parse_args()
+    if not 0 <= args.val_fraction < 1 or args.file_rows < 1:
+        common.fail(f"--val_fraction is {args.val_fraction} and must lie in [0, 1), --file_rows must be at least 1")
+
+    manifests = read_manifests(args.tokens)
+    inputs = [
+        {"source": m["source"], "rows": m["rows"], "manifest_sha256": sha256_of(folder / "manifest.json")}
+        for folder, m in zip(args.tokens, manifests, strict=True)
+    ]
+    settings = {"val_fraction": args.val_fraction, "file_rows": args.file_rows, "inputs": inputs}
+    if args.out.exists() and any(args.out.iterdir()):
+        old = common.read_json(args.out / "manifest.json") if (args.out / "manifest.json").exists() else {}
+        if old.get("script") != "05_build_hf_dataset.py":
+            common.fail(f"{args.out} holds files that this script did not write: give a new or empty folder as --out")
+        if old["settings"] == settings:
+            print(f"done already: {old['counts']} rows in {args.out}")
+            return
+
+    common.make_folder(args.out.parent)
+    temporary = args.out.with_name(args.out.name + ".tmp")
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    counts = build(temporary, args.tokens, manifests, args.val_fraction, args.file_rows)
+    manifest = {
+        "script": "05_build_hf_dataset.py",
+        "settings": settings,
+        "complete": True,
+        **{name: manifests[0][name] for name in ("tokenizer_hash", "max_length", "vocab_size")},
+        "sources": sorted({m["source"] for m in manifests}),
+        "counts": counts,
+    }
+    common.write_manifest(temporary, manifest)
+    common.replace_folder(temporary, args.out)
+    print(f"{counts['train']:,} rows to train on, {counts['val']:,} held out: {args.out}")
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+if __name__ == "__main__":
+    common.run_script(main)
