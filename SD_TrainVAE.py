@@ -42,7 +42,7 @@ from data_pipeline import common
 from encode_latents import stream, write_json
 from SD_Convert import new_folder, save_vae
 from SD_ImageGen import DTYPES, grid, pick_device, save_png
-from SD_Model import PRESETS, VAE, InputError, VAEResBlock, run_cli, weights_hash
+from SD_Model import PRESETS, VAE, InputError, run_cli, weights_hash
 from SD_Run import find_checkpoint, sha256
 
 MAX_HELD_OUT = 256  # pictures that the PSNR is measured on
@@ -185,13 +185,13 @@ def save_comparison(path: Path, pictures: torch.Tensor, reconstructions: torch.T
 # Checkpoints
 
 
-def save_checkpoint(run: Path, step: int, vae: VAE, ema: VAE, optimizer, config: dict):
+def save_checkpoint(run: Path, step: int, vae: VAE, ema: VAE, optimizers: list, config: dict):
     """checkpoints/step_NNNNNNNN, written under another name with its checksums, flushed, renamed; two are kept."""
     with new_folder(run / "checkpoints" / f"step_{step:08d}", replace=True) as tmp:
         for name, module in (("vae", vae), ("vae_ema", ema)):
             state = {k: t.detach().cpu().contiguous() for k, t in module.state_dict().items()}
             save_file(state, tmp / f"{name}.safetensors")
-        torch.save(optimizer.state_dict(), tmp / "optimizer.pt")
+        torch.save([optimizer.state_dict() for optimizer in optimizers], tmp / "optimizer.pt")
         (tmp / "state.json").write_text(json.dumps({"step": step, "config": config}, indent=1))
         (tmp / "manifest.json").write_text(json.dumps({f.name: sha256(f) for f in sorted(tmp.iterdir())}, indent=1))
     for old in checkpoint_folders(run)[2:]:
@@ -230,15 +230,66 @@ def append_json(path: Path, record: dict):
 
 
 def new_vae(preset: str, seed: int) -> VAE:
-    """A VAE with fresh weights from the seed. Residual blocks start as the identity (their second conv is zero): it
-    trains faster than PyTorch's default."""
+    """A VAE with fresh weights from the seed, whose posterior starts narrow (standard deviation 0.05): with PyTorch's
+    default of about 1 the noise hides the signal at first, and the KL term switches off latent channels for good."""
     torch.manual_seed(seed)
     vae = VAE(replace(PRESETS[preset]["vae"], scaling_factor=1.0))  # known at the end
-    for module in vae.modules():
-        if isinstance(module, VAEResBlock):
-            torch.nn.init.zeros_(module.conv2.weight)
-            torch.nn.init.zeros_(module.conv2.bias)
+    z = vae.config.latent_channels
+    with torch.no_grad():
+        vae.quant_conv.weight[z:].zero_()  # rows z and up give the log-variance
+        vae.quant_conv.bias[z:].fill_(2 * math.log(0.05))
     return vae
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is orthogonalised (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+
+    For conv kernels [out, in, k, k], taken as matrices [out, in k k]: all singular values of the update become about 1,
+    so that directions with small gradients move too. Everything else (biases, norms) belongs to AdamW.
+    """
+
+    def __init__(self, params, lr: float, weight_decay: float, momentum: float = 0.95):
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = torch.zeros_like(p)
+                state["momentum"].lerp_(p.grad, 1 - group["momentum"])
+                update = p.grad.lerp(state["momentum"], group["momentum"])  # Nesterov's
+                matrix = orthogonalised(update.flatten(1))
+                gain = max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5  # the same change per output, tall or wide
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(matrix.view_as(p), alpha=group["lr"] * gain)
+
+
+def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
+    """The nearest semi-orthogonal matrix, roughly: singular values to 0.7..1.2 by five Newton-Schulz steps."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x.T if tall else x
+
+
+def make_optimizers(vae: VAE, args) -> list[torch.optim.Optimizer]:
+    """Muon for conv kernels (unless --optimizer adamw) and AdamW for the rest. Each group knows its peak_lr; biases and
+    norms do not decay."""
+    kernels = [p for p in vae.parameters() if p.dim() > 1]
+    vectors = [p for p in vae.parameters() if p.dim() <= 1]
+    groups = [dict(params=vectors, weight_decay=0.0, peak_lr=args.lr)]
+    optimizers = []
+    if args.optimizer == "muon":
+        optimizers.append(Muon([dict(params=kernels, peak_lr=args.muon_lr)], args.muon_lr, args.weight_decay))
+    else:
+        groups.append(dict(params=kernels, weight_decay=args.weight_decay, peak_lr=args.lr))
+    fused = vectors[0].device.type in ("cpu", "cuda")
+    return [*optimizers, torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=fused)]
 
 
 def learning_rate(step: int, peak: float, warmup: int, max_steps: int) -> float:
@@ -266,17 +317,14 @@ def train(args, config: dict, train_set: torch.Tensor, held_out: torch.Tensor, d
 
     layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
     vae, ema = (module.to(device, memory_format=layout) for module in (vae, ema))
-    matrices = [p for p in vae.parameters() if p.dim() > 1]
-    vectors = [p for p in vae.parameters() if p.dim() <= 1]  # biases and norms: no decay
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=args.lr, betas=(0.9, 0.95), fused=device.type != "mps",
-    )  # fmt: skip
+    optimizers = make_optimizers(vae, args)
     if folder:
         try:
-            optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location=device, weights_only=True))
+            states = torch.load(folder / "optimizer.pt", map_location=device, weights_only=True)
         except pickle.UnpicklingError:
             raise InputError(f"{folder / 'optimizer.pt'} is not an optimizer state: give another checkpoint") from None
+        for optimizer, saved in zip(optimizers, states, strict=True):
+            optimizer.load_state_dict(saved)
 
     weights = {name: config[f"{name}_weight"] for name in ("l1", "l2", "edge", "kl")}
     dtype = DTYPES[args.dtype]
@@ -285,20 +333,21 @@ def train(args, config: dict, train_set: torch.Tensor, held_out: torch.Tensor, d
         bar.update(step)
         begin, since = time.perf_counter(), step
         while step < args.max_steps:
-            lr = learning_rate(step, args.lr, args.warmup, args.max_steps)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+            lr = learning_rate(step, 1.0, args.warmup, args.max_steps)  # as a share of the peak
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+                group["lr"] = lr * group["peak_lr"]
             x = to_model(train_set[batch_indices(args.seed, step, args.batch, len(train_set))], device)
             noise = step_noise(args.seed, step, (args.batch, z, side, side)).to(device)
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                 terms = losses(vae, x, noise, weights)
-            optimizer.zero_grad(set_to_none=True)
+            vae.zero_grad(set_to_none=True)
             terms["loss"].backward()
             terms = {name: term.detach() for name, term in terms.items()}
             norm = torch.nn.utils.clip_grad_norm_(vae.parameters(), args.grad_clip)
             if not math.isfinite(float(terms["loss"]) + float(norm)):
                 raise InputError(f"the loss became {float(terms['loss'])} at step {step}: try a smaller --lr")
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
             step += 1
             decay = min(args.ema, (1 + step) / (10 + step))
             with torch.no_grad():
@@ -309,7 +358,7 @@ def train(args, config: dict, train_set: torch.Tensor, held_out: torch.Tensor, d
                 now = time.perf_counter()
                 record = {"step": step, "images": step * args.batch, "epoch": step * args.batch / len(train_set)}
                 record |= {name: float(term) for name, term in terms.items()}
-                record |= {"lr": lr, "grad_norm": float(norm)}
+                record |= {"lr": lr * args.lr, "grad_norm": float(norm)}
                 record["images_per_s"] = round((step - since) * args.batch / (now - begin), 1)
                 begin, since = now, step
                 append_json(run / "log.jsonl", record)
@@ -318,7 +367,7 @@ def train(args, config: dict, train_set: torch.Tensor, held_out: torch.Tensor, d
                 reconstructions, psnr = reconstruct(ema, held_out, device)
                 append_json(run / "validation.jsonl", {"step": step, "psnr": psnr})
                 save_comparison(run / "samples" / f"step_{step:08d}.png", held_out, reconstructions)
-                save_checkpoint(run, step, vae, ema, optimizer, config)
+                save_checkpoint(run, step, vae, ema, optimizers, config)
                 bar.write(f"step {step}: {psnr:.2f} dB on {len(held_out)} held-out pictures")
     return ema
 
@@ -357,7 +406,11 @@ def parse_args(argv=None):
     group.add_argument("--size", type=int, default=64, help="side in pixels of the square that is cut from the middle")
     group.add_argument("--max_steps", type=int, default=1500, help="optimizer steps")
     group.add_argument("--batch", type=int, default=16, help="pictures a step")
-    group.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
+    group.add_argument(
+        "--optimizer", choices=["muon", "adamw"], default="muon", help="of conv kernels; AdamW has the rest"
+    )
+    group.add_argument("--lr", type=float, default=2e-3, help="AdamW's peak learning rate")
+    group.add_argument("--muon_lr", type=float, default=0.02, help="Muon's peak learning rate")
     group.add_argument(
         "--warmup", type=int, default=50, help="steps of linear warm-up; then a cosine to 1 %% of the peak"
     )
