@@ -5,7 +5,9 @@ images seen before it, and of nothing else. Ranks, batches, accumulation and res
 """
 
 import contextlib
+import hashlib
 import json
+import math
 import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +54,8 @@ def parse_sources(settings: dict) -> list[Source]:
         try:
             weight = float(numbers[0]) if numbers and numbers[0] else None
             cap = int(numbers[1]) if len(numbers) > 1 else None
-            if not name or len(numbers) > 2 or (weight is not None and weight <= 0) or (cap is not None and cap < 1):
+            positive = (weight is None or 0 < weight < math.inf) and (cap is None or cap > 0)
+            if not name or len(numbers) > 2 or not positive:
                 raise ValueError
         except ValueError:
             raise InputError(f"--data wants name[:weight[:cap]],... with positive numbers, found {part!r}") from None
@@ -62,16 +65,29 @@ def parse_sources(settings: dict) -> list[Source]:
     return sources
 
 
-def read_manifest(folder: Path, what: str) -> dict:
+def read_manifest(folder: Path, what: str, names: tuple[str, ...]) -> dict:
+    """manifest.json of a folder of `what`. InputError if it is absent, damaged, unfinished, or lacks one of `names`."""
     path = folder / "manifest.json"
     try:
-        return json.loads(path.read_text())
+        manifest = json.loads(path.read_text())
     except OSError:
         raise InputError(
             f"{what} were wanted in {folder}, and there is no {path.name}; make them, or mend the path"
         ) from None
     except ValueError:
         raise InputError(f"{path} is damaged (not JSON); make the {what} again") from None
+    missing = [n for n in names if not isinstance(manifest, dict) or n not in manifest]
+    if missing:
+        raise InputError(f"{path} wants {', '.join(names)}, and {missing[0]} is missing; make the {what} again")
+    if not manifest.get("complete", True):
+        raise InputError(f"the {what} in {folder} are not finished; run the command that makes them again")
+    return manifest
+
+
+def check_count(folder: Path, what: str, found: int, told: int):
+    """InputError if a folder does not hold as many `what` as its manifest says."""
+    if found != told:
+        raise InputError(f"the manifest of {folder} tells of {told:,} {what}, and {found:,} are there; make them again")
 
 
 def read_split(folder: Path, split: str) -> tuple[pa.ChunkedArray, np.ndarray, pa.ChunkedArray]:
@@ -94,10 +110,13 @@ def read_split(folder: Path, split: str) -> tuple[pa.ChunkedArray, np.ndarray, p
 
 class LatentStore:
     """Latents of one source: packed [N, C, h, w] fp16 arrays, memory-mapped so that ranks share the page cache, with an
-    index of image keys; or a folder of one .npy a picture, read into memory by threads."""
+    index of image keys; or a folder of one .npy [C, h, w] a picture, read into memory by threads.
+
+    Files that are cut, empty or do not fit their index are left out and counted in `unreadable`.
+    """
 
     def __init__(self, folder: Path, pretouch: bool):
-        self.manifest = read_manifest(folder, "latents")
+        self.manifest = read_manifest(folder, "latents", ("size", "scaled", "vae", "kind"))
         self.arrays, self.unreadable = [], 0
         index = sorted(folder.glob("*.parquet"))
         if index:
@@ -105,34 +124,45 @@ class LatentStore:
             for path in index:
                 try:
                     table = pq.read_table(path, columns=["image_key", "row"])
+                    row = table["row"].to_numpy()
                     array = np.load(path.with_suffix(".npy"), mmap_mode="r")
-                except (OSError, ValueError, pa.ArrowInvalid):  # cut or empty
+                    if array.ndim != 4 or row.max(initial=-1) >= len(array):
+                        raise ValueError("the array is not the index's")
+                except (OSError, ValueError, EOFError, KeyError, pa.ArrowInvalid):  # cut, empty, or of another shard
                     self.unreadable += 1
                     continue
-                keys.append(table["image_key"].combine_chunks())
-                rows.append(table["row"].to_numpy())
+                keys += table["image_key"].cast(pa.string()).chunks
+                rows.append(row)
                 shards.append(np.full(len(table), len(self.arrays)))
                 self.arrays.append(array)
             if pretouch:  # one rank a machine brings the files into the page cache, at disk speed
                 with ThreadPoolExecutor(4) as pool:
                     list(pool.map(_read_through, [p.with_suffix(".npy") for p in index]))
-            self.keys = (
-                pa.chunked_array(keys, type=pa.string()) if keys else pa.chunked_array([pa.array([], pa.string())])
-            )
-            self.shard = np.concatenate(shards) if shards else np.zeros(0, int)
-            self.row = np.concatenate(rows) if rows else np.zeros(0, int)
+            self.keys = pa.chunked_array(keys, type=pa.string())
+            self.shard = np.concatenate([np.zeros(0, int), *shards])
+            self.row = np.concatenate([np.zeros(0, int), *rows])
         else:
             files = sorted(folder.rglob("*.npy"))
             with ThreadPoolExecutor(16) as pool:
                 loaded = list(pool.map(_load_or_none, files))
-            good = [(f, a) for f, a in zip(files, loaded) if a is not None]
+            good = [(f, a[None]) for f, a in zip(files, loaded) if a is not None and a.ndim == 3]
             self.unreadable = len(files) - len(good)
             source = folder.parent.name
             self.keys = pa.chunked_array(
                 [[f"{source}/{f.relative_to(folder).with_suffix('')}" for f, _ in good]], pa.string()
             )
-            self.arrays = [np.stack([a for _, a in good])] if good else []
-            self.shard, self.row = np.zeros(len(good), int), np.arange(len(good))
+            self.arrays = [a for _, a in good]
+            self.shard, self.row = np.arange(len(good)), np.zeros(len(good), int)
+        shapes = sorted({a.shape[1:] for a in self.arrays})
+        if len(shapes) > 1:
+            raise InputError(f"the latents in {folder} differ in shape: {shapes[:3]}; make them again")
+        if not self.unreadable:
+            check_count(folder, "latents", len(self.keys), self.manifest.get("count", len(self.keys)))
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Of one stored latent; None if there is none."""
+        return self.arrays[0].shape[1:] if self.arrays else None
 
 
 def _read_through(path: Path):
@@ -158,6 +188,8 @@ class Split:
         self.missing, self.unreadable = 0, sum(s.unreadable for s in stores)
         for source, store in zip(sources, stores):
             key, token_ids, caption = read_split(source.dataset, split)
+            told = read_manifest(source.dataset, "a dataset", ("counts",))["counts"].get(split, 0)
+            check_count(source.dataset, f"{split} rows", len(key), told)
             found = pc.index_in(key, value_set=store.keys.combine_chunks()).combine_chunks()
             kept = np.flatnonzero(np.asarray(found.is_valid()))
             self.missing += len(key) - len(kept)
@@ -236,20 +268,40 @@ class Batch(NamedTuple):
     noise: torch.Tensor  # fp32 [B, z, h, w]
     t: torch.Tensor  # int64 [B]
     ids: torch.Tensor  # int64 [B, L], those of "" where the caption is dropped
+    seen: int = 0  # sum over the samples of seen_hash
+
+    def map(self, function) -> "Batch":
+        """function on each of the four tensors."""
+        return Batch(*(function(x) for x in self[:4]), self.seen)
+
+
+def seen_hash(position: int, key: str) -> int:
+    """64 bits that stand for 'the picture `key` was trained on at this global position'. Their sum modulo 2^64 over a
+    run, in whatever order, proves what was seen: it is in each line of log.jsonl and in each checkpoint."""
+    return int.from_bytes(hashlib.blake2b(f"{position} {key}".encode(), digest_size=8).digest(), "big")
 
 
 def make_batch(
-    split: Split, order: SampleOrder, positions: np.ndarray, null_ids: np.ndarray, drop: float, seed: int, steps: int
+    split: Split,
+    order: SampleOrder,
+    positions: np.ndarray,
+    null_ids: np.ndarray,
+    drop: float,
+    seed: int,
+    steps: int,
+    offset: float = 0.0,
 ) -> Batch:
     """The samples at these global positions. Each draws from its own generator, always in the same sequence.
 
-    drop: probability that a caption is replaced by null_ids [L], those of ""; steps: timesteps of the noise schedule.
+    drop: probability that a caption is replaced by null_ids [L], those of ""; steps: timesteps of the noise schedule;
+    offset: standard deviation of a noise that is constant over each channel, added to the noise (Guttenberg 2023,
+    'Diffusion with offset noise'), so that the network learns to change a picture's mean brightness.
     """
     index = order.at(positions)
     stored, ids = split.latents(index), split.ids[index].astype(np.int64)
     z = stored.shape[1] // 2 if split.moments else stored.shape[1]
     latents, t = stored[:, :z].copy(), np.empty(len(index), np.int64)
-    noise = np.empty_like(latents)
+    noise, seen = np.empty_like(latents), 0
     for i, position in enumerate(positions):
         rng = generator(seed, STREAM_SAMPLE, int(position))
         t[i] = rng.integers(steps)
@@ -258,7 +310,10 @@ def make_batch(
         rng.standard_normal(out=noise[i], dtype=np.float32)
         if split.moments:  # mean, log-variance -> a draw from the posterior
             latents[i] += np.exp(0.5 * stored[i, z:]) * rng.standard_normal(latents[i].shape, dtype=np.float32)
-    return Batch(*(torch.from_numpy(a) for a in (latents, noise, t, ids)))
+        if offset:
+            noise[i] += offset * rng.standard_normal((z, 1, 1), dtype=np.float32)
+        seen += seen_hash(int(position), split.keys[int(index[i])].as_py())
+    return Batch(*(torch.from_numpy(a) for a in (latents, noise, t, ids)), seen)
 
 
 def validation_index(split: Split, count: int, name: str, seed: int) -> np.ndarray:
@@ -291,22 +346,23 @@ class Prefetcher:
         try:
             for p in positions:
                 batch = make(p)
-                if self._device.type == "cuda":
-                    batch = Batch(*(x.pin_memory() for x in batch))
-                while not self._stop.is_set():
-                    with contextlib.suppress(queue.Full):
-                        self._queue.put(batch, timeout=0.1)
-                        break
+                self._put(batch.map(torch.Tensor.pin_memory) if self._device.type == "cuda" else batch)
                 if self._stop.is_set():
                     return
         except Exception as e:  # raised again in next()
-            self._queue.put(e)
+            self._put(e)
+
+    def _put(self, item):
+        """Wait for room, unless nobody takes any more."""
+        while not self._stop.is_set():
+            with contextlib.suppress(queue.Full):
+                return self._queue.put(item, timeout=0.1)
 
     def next(self) -> Batch:
         item = self._queue.get()
         if isinstance(item, Exception):
             raise item
-        return Batch(*(x.to(self._device, non_blocking=True) for x in item))
+        return item.map(lambda x: x.to(self._device, non_blocking=True))
 
     def close(self):
         self._stop.set()

@@ -1,14 +1,20 @@
 """What a training run leaves on disk: checkpoints, logs and curves.
 
+    python SD_Run.py --plot runs/1_broad          # draw curves.png anew, of a running run too
+    python SD_Run.py --lineage MODEL              # its chain of parents; MODEL: a checkpoint, run or export
+
 Run folder: config.json, log.jsonl, validation.jsonl, curves.png, samples/, checkpoints/step_00012000/.
 Checkpoint: unet.safetensors, unet_ema.safetensors, text_encoder/ and text_encoder_ema/ (if trained), vae/ (if small),
 optimizer.pt, model.json (what it is), state.json (where training stands), manifest.json (sha256 of every file).
 """
 
+import argparse
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
+import pickle
 import shutil
 import sys
 import threading
@@ -20,9 +26,12 @@ import torch
 
 import SD_Convert
 from data_pipeline import common
-from SD_Model import InputError, TextEncoder
+from SD_Model import InputError, TextEncoder, UNetConfig, config_from_dict, run_cli
 
 BINS = 10  # of timesteps, equal widths, in logs and curves
+STEPS_NAME = "step_????????"  # of finished checkpoints below checkpoints/
+STATE = {"settings", "global_batch", "data", "step", "ema_updates", "skipped", "mean_norm", "seen", "lineage", "window"}
+NEEDED = {"unet.safetensors", "unet_ema.safetensors", "optimizer.pt", "model.json", "state.json"}  # to go on from one
 
 
 def sha256(path: Path) -> str:
@@ -38,22 +47,33 @@ def _fsync(path: Path):
         os.close(fd)
 
 
-def find_checkpoint(out: Path, resume: str) -> Path | None:
+def resume_problem(folder: Path) -> str | None:
+    """Why training cannot go on from a checkpoint folder, or None."""
+    if fault := SD_Convert.checkpoint_problem(folder):
+        return fault
+    if missing := NEEDED - set(json.loads((folder / "manifest.json").read_text())):
+        return f"its manifest lacks {sorted(missing)[0]}"
+    if missing := STATE - set(json.loads((folder / "state.json").read_text())):
+        return f"its state.json has no {sorted(missing)[0]}: weights alone, or of another version; try --init_from"
+    return None
+
+
+def find_checkpoint(out: Path, resume: str, say=print) -> Path | None:
     """The checkpoint to go on from: the named one, or the newest valid one of the run (None if it has none)."""
     if resume != "latest":
         folder = Path(resume)
         if (folder / "checkpoints").is_dir():
-            return find_checkpoint(folder, "latest")
-        if fault := SD_Convert.checkpoint_problem(folder):
+            return find_checkpoint(folder, "latest", say)
+        if fault := resume_problem(folder):
             raise InputError(
                 f"--resume wants a whole checkpoint, and {folder} is not one ({fault}); try --resume latest"
             )
         return folder
     faults = []
-    for folder in sorted((out / "checkpoints").glob("step_????????"), reverse=True):
-        if fault := SD_Convert.checkpoint_problem(folder):
+    for folder in sorted((out / "checkpoints").glob(STEPS_NAME), reverse=True):
+        if fault := resume_problem(folder):
             faults.append(f"{folder.name}: {fault}")
-            print(f"skipping checkpoint {folder.name}: {fault}")
+            say(f"skipping checkpoint {folder.name}: {fault}")
             continue
         return folder
     if faults:
@@ -63,6 +83,45 @@ def find_checkpoint(out: Path, resume: str) -> Path | None:
     return None
 
 
+def lock_run(out: Path):
+    """Hold a run folder until this process ends. InputError if another process trains in it. Returns the open lock."""
+    lock = open(out / "lock", "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(
+            f"another process is training in {out}; wait for its end or stop it, or choose another --out"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    return lock
+
+
+class HostCopy:
+    """Copies of tensors in host memory, in buffers made once and used again for the next checkpoint. For CUDA they are
+    pinned: then the copy runs at the bus's full speed, without the driver's detour through its own small buffer."""
+
+    def __init__(self, pin: bool):
+        self.pin, self.buffers = pin, {}
+
+    def __call__(self, value, name: str = ""):
+        """A copy of a tensor, or of every tensor in dicts and lists. Call wait() before it is read."""
+        if isinstance(value, torch.Tensor):
+            buffer = self.buffers.get(name)
+            if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+                buffer = self.buffers[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=self.pin)
+            return buffer.copy_(value.detach(), non_blocking=self.pin)
+        if isinstance(value, dict):
+            return {k: self(v, f"{name}/{k}") for k, v in value.items()}
+        if isinstance(value, list):
+            return [self(v, f"{name}/{i}") for i, v in enumerate(value)]
+        return value
+
+    def wait(self):
+        if self.pin:
+            torch.cuda.synchronize()
+
+
 class Checkpointer:
     """Writes checkpoints from snapshots in host memory, in a thread: the loop waits for a copy and not for the disk.
 
@@ -70,15 +129,24 @@ class Checkpointer:
     that fails is reported, costs nothing that is already there, and training goes on.
     """
 
-    def __init__(self, folder: Path, keep_last: int, keep_every: int):
+    def __init__(self, folder: Path, keep_last: int, keep_every: int, step: int, say=print):
+        """keep_last: newest checkpoints kept, 0: all. step: where training stands; checkpoints of later steps (damaged,
+        or of a course that was given up with --resume PATH) are set aside, or they would count as the newest."""
         self.folder, self.keep_last, self.keep_every = folder, keep_last, keep_every
         self._thread, self.failed_last = None, False
         for stale in self.folder.glob("*.tmp"):
             shutil.rmtree(stale, ignore_errors=True)
+        for later in sorted(folder.glob(STEPS_NAME)):
+            if int(later.name[5:]) > step:
+                aside = later.with_name(f"{later.name}.aside")
+                shutil.rmtree(aside, ignore_errors=True)
+                os.rename(later, aside)
+                say(f"{later} is of a later step than {step:,}, where training goes on: renamed to {aside.name}")
 
-    def save(self, step: int, snapshot: dict):
+    def save(self, step: int, take_snapshot):
+        """Write take_snapshot() in the background. The last write is waited for first: its buffers are used again."""
         self.wait()
-        self._thread = threading.Thread(target=self._write, args=(step, snapshot))
+        self._thread = threading.Thread(target=self._write, args=(step, take_snapshot()))
         self._thread.start()
 
     def wait(self):
@@ -100,7 +168,6 @@ class Checkpointer:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             write_checkpoint(temporary, snapshot)
-            shutil.rmtree(final, ignore_errors=True)
             os.rename(temporary, final)
             _fsync(self.folder)
             self.failed_last = False
@@ -111,11 +178,12 @@ class Checkpointer:
             )
             shutil.rmtree(temporary, ignore_errors=True)
             return
-        kept = sorted(self.folder.glob("step_????????"))
+        kept = sorted(self.folder.glob(STEPS_NAME))
         for old in kept[: -self.keep_last] if self.keep_last else []:
             if not self.keep_every or int(old.name[5:]) % self.keep_every:
                 doomed = old.with_suffix(".tmp")  # first out of the way, so that a half-removed one is never chosen
-                os.rename(old, doomed)
+                with contextlib.suppress(OSError):
+                    os.rename(old, doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
 
 
@@ -146,6 +214,9 @@ def write_checkpoint(folder: Path, snapshot: dict):
 
 def load_weights(checkpoint: Path, live, ema):
     """Live and EMA weights of a checkpoint into two Denoisers, strictly."""
+    config = config_from_dict(UNetConfig, json.loads((checkpoint / "model.json").read_text())["unet"])
+    if config != live.unet.config:
+        raise InputError(f"{checkpoint} holds a UNet of {config}, and the preset is now {live.unet.config}")
     for net, suffix in ((live, ""), (ema, "_ema")):
         net.unet.load_state_dict(safetensors.torch.load_file(checkpoint / f"unet{suffix}.safetensors"))
         if net.text_encoder is not None:
@@ -153,15 +224,15 @@ def load_weights(checkpoint: Path, live, ema):
             net.text_encoder.load_state_dict(encoder.state_dict())
 
 
-def to_host(value):
-    """A copy in host memory of a tensor, or of every tensor in dicts and lists."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-    if isinstance(value, dict):
-        return {k: to_host(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [to_host(v) for v in value]
-    return value
+def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer):
+    """AdamW's state of a checkpoint. Nothing but tensors and plain values is unpickled."""
+    try:
+        optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True))
+    except (pickle.UnpicklingError, RuntimeError, ValueError, KeyError) as e:
+        raise InputError(
+            f"the optimizer's state was wanted in {checkpoint / 'optimizer.pt'}, and it is not that of this run "
+            f"({str(e).splitlines()[0][:200]}); try an older checkpoint with --resume PATH"
+        ) from None
 
 
 class Window:
@@ -203,10 +274,11 @@ class Window:
 
 
 class Log:
-    """JSON lines beside the run, and wandb if it works; wandb can fail and training goes on."""
+    """JSON lines beside the run, and wandb if it works. Neither a full disk nor a failing wandb stops training: lines
+    wait in memory until there is room."""
 
     def __init__(self, out: Path, settings: dict, resumed_at: int):
-        self.out, self.wandb = out, None
+        self.out, self.wandb, self._waiting = out, None, {}
         for name in ("log.jsonl", "validation.jsonl"):
             self._cut(out / name, resumed_at)
         mode = settings["wandb"]
@@ -222,6 +294,7 @@ class Log:
             self.wandb = wandb.init(
                 project="stable-diffusion", name=out.name, config=settings, mode=mode, dir=str(out), resume="allow",
                 id=hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:16],
+                settings=wandb.Settings(init_timeout=30),
             )  # fmt: skip
         except Exception as e:
             print(f"warning: wandb is off ({e})", file=sys.stderr)
@@ -238,63 +311,126 @@ class Log:
             common.atomic_write(path, "".join(line + "\n" for line in kept))
 
     def write(self, name: str, row: dict):
-        with open(self.out / name, "a") as f:
-            f.write(json.dumps(row) + "\n")
+        """Add a line to log.jsonl or validation.jsonl, and its numbers to wandb."""
+        lines = self._waiting.setdefault(name, [])
+        lines.append(json.dumps(row) + "\n")
+        try:
+            with open(self.out / name, "ab") as f:
+                size = f.tell()
+                try:
+                    f.write("".join(lines).encode())
+                    f.flush()
+                    lines.clear()
+                except OSError:
+                    os.ftruncate(f.fileno(), size)  # no half lines
+                    raise
+        except OSError as e:
+            if len(lines) == 1:
+                print(
+                    f"\nwarning: {self.out / name} cannot be written ({e}); its lines wait in memory", file=sys.stderr
+                )
         self._to_wandb({f"{Path(name).stem}/{k}": v for k, v in row.items() if isinstance(v, int | float)}, row["step"])
 
     def picture(self, path: Path, step: int):
-        if self.wandb is not None:
-            import wandb
-
-            self._to_wandb({"samples": wandb.Image(str(path))}, step)
+        self._to_wandb({"samples": path}, step)
 
     def _to_wandb(self, values: dict, step: int):
         if self.wandb is not None:
             try:
+                import wandb
+
+                values = {k: wandb.Image(str(v)) if isinstance(v, Path) else v for k, v in values.items()}
                 self.wandb.log(values, step=step)
             except Exception as e:
                 print(f"\nwarning: wandb is off ({e})", file=sys.stderr)
                 self.wandb = None
 
     def close(self):
+        """Let wandb finish its uploads, for a minute at most."""
         if self.wandb is not None:
-            with contextlib.suppress(Exception):
-                self.wandb.finish()
+            finishing = threading.Thread(target=self._finish, daemon=True)
+            finishing.start()
+            finishing.join(60)
+
+    def _finish(self):
+        with contextlib.suppress(Exception):
+            self.wandb.finish()
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The lines of a .jsonl file, without those that a kill cut short; [] if there is no file."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
 
 
 def plot_run(out: Path):
-    """curves.png beside the run: training and validation loss, validation loss by timestep bin, lr."""
-    import matplotlib
+    """curves.png beside the run: training and validation loss, validation loss by timestep bin, lr, images/s."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    train, val = read_rows(out / "log.jsonl"), read_rows(out / "validation.jsonl")
 
-    def rows(name):
-        path = out / name
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    def draw(axis, rows, value, **style):
+        rows = [r for r in rows if value(r) is not None]
+        if rows:
+            axis.plot([r["step"] for r in rows], [value(r) for r in rows], **style)
 
-    train, val = rows("log.jsonl"), rows("validation.jsonl")
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4))
-    axes[0].plot(
-        [r["step"] for r in train], [r["loss"] for r in train], lw=0.5, color="0.7", label="training, weighted"
-    )
-    for split, weights in (("val", "ema"), ("val", "live"), ("train", "ema")):
+    figure = Figure(figsize=(18, 4))
+    loss, by_bin, rate, speed = figure.subplots(1, 4)
+    draw(loss, train, lambda r: r["loss"], lw=0.5, color="0.7", label="training, weighted")
+    for split, weights in (("val", "ema"), ("val", "live"), ("train", "ema"), ("train", "live")):
         part = [r for r in val if (r["split"], r["weights"]) == (split, weights)]
-        axes[0].plot([r["step"] for r in part], [r["loss"] for r in part], label=f"{split}, {weights}")
+        draw(loss, part, lambda r: r["loss"], label=f"{split}, {weights}", ls="-" if weights == "ema" else ":")
+    held_out = [r for r in val if (r["split"], r["weights"]) == ("val", "ema")]
     for b in range(BINS):
-        part = [r for r in val if (r["split"], r["weights"]) == ("val", "ema") and r["bins"][b] is not None]
-        label = f"t {b * 1000 // BINS}.."
-        axes[1].plot(
-            [r["step"] for r in part], [r["bins"][b] for r in part], label=label, color=plt.cm.viridis(b / BINS)
-        )
-    axes[2].plot([r["step"] for r in train], [r["lr"] for r in train])
-    for axis, title in zip(axes, ("loss", "held-out loss by timestep, EMA", "learning rate")):
+        colour = (b / BINS, 0.3, 1 - b / BINS)
+        draw(by_bin, held_out, lambda r, b=b: r["bins"][b], label=f"t {b * 1000 // BINS}..", color=colour)
+    draw(rate, train, lambda r: r["lr"])
+    draw(speed, train, lambda r: r["images_per_s"])
+    titles = ("loss", "held-out loss by timestep, EMA", "learning rate", "images/s")
+    for axis, title in zip((loss, by_bin, rate, speed), titles):
         axis.set_title(title)
         axis.set_xlabel("step")
-    axes[0].set_yscale("log")
-    axes[1].set_yscale("log")
-    axes[0].legend(fontsize=7)
-    axes[1].legend(fontsize=6, ncol=2)
+    for axis in (loss, by_bin):
+        if axis.has_data():
+            axis.set_yscale("log")
+            axis.legend(fontsize=6, ncol=2)
     figure.tight_layout()
     figure.savefig(out / "curves.png", dpi=90)
-    plt.close(figure)
+
+
+def print_lineage(source: str):
+    """The chain of parents of a model: phase, images, parent's hash, data, from the first phase to the last."""
+    model = SD_Convert.open_model(source)
+    print(model.found)
+    chain = model.lineage.get("lineage") or []
+    if not chain:
+        print("it says nothing of how it was trained")
+    for n, entry in enumerate(chain, 1):
+        name = entry["phase"] if "path" not in entry else f"{entry['phase']} of {entry['path']}"
+        images = f", {entry['images']:,} images" if "images" in entry else ""
+        weights = f", EMA weights {entry['hash'][:16]}" if "hash" in entry else ""
+        made_by = f" (revision {entry['revision'][:12]})" if entry.get("revision") else ""
+        print(f"{n}. {name}{images}{weights}{made_by}")
+        for data, digest in entry.get("data", {}).items():
+            print(f"     {data}  manifest {digest[:16]}")
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = p.add_mutually_exclusive_group(required=True)
+    what.add_argument("--plot", metavar="RUN", help="draw curves.png of a run folder anew")
+    what.add_argument("--lineage", metavar="MODEL", help="print the chain of parents of a checkpoint, run or export")
+    args = p.parse_args(argv)
+    if args.lineage is not None:
+        return print_lineage(args.lineage)
+    if not (Path(args.plot) / "log.jsonl").is_file():
+        raise InputError(f"--plot wants a run folder, and {args.plot} has no log.jsonl")
+    plot_run(Path(args.plot))
+    print(Path(args.plot) / "curves.png")
+
+
+if __name__ == "__main__":
+    run_cli(main)

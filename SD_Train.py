@@ -20,12 +20,14 @@ import copy
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict
+import zlib
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +38,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
+from transformers.utils.logging import disable_progress_bar
 
 import SD_Convert
 import SD_ImageGen
@@ -64,7 +67,19 @@ from SD_Model import (
     run_cli,
     weights_hash,
 )
-from SD_Run import BINS, Checkpointer, Log, Window, find_checkpoint, load_weights, plot_run, sha256, to_host
+from SD_Run import (
+    BINS,
+    Checkpointer,
+    HostCopy,
+    Log,
+    Window,
+    find_checkpoint,
+    load_optimizer,
+    load_weights,
+    lock_run,
+    plot_run,
+    sha256,
+)
 
 # ----------------------------------------------------------------------------------------------------------------
 # Phases: how a network is trained. Flags override a row; the row's name or number selects it.
@@ -110,7 +125,8 @@ PHASES = {
 DEFAULTS = dict(
     dataset=None, latents=None, data_root="data", vae=None, text_encoder=None, tokenizer=None,
     train_text_encoder=False, text_lr=0.1, prediction="epsilon", zero_terminal_snr=False, zero_init="all",
-    lr_schedule="cosine", beta1=0.9, beta2=0.999, clip=1.0, latent_fraction=1.0, seed=0, max_steps=None,
+    weighting="min_snr", offset_noise=0.0, lr_schedule="cosine", beta1=0.9, beta2=0.999, clip=1.0, adaptive_clip=0.0,
+    latent_fraction=1.0, seed=0, max_steps=None,
     grad_checkpoint="none", compile=False, dtype=None, channels_last=None, save_steps=1000, keep_last=3, keep_every=0,
     val_steps=500, val_images=256, sample_steps=1000, sample_prompts=None, sample_cfg=7.5, log_steps=10,
     max_skipped=10, wandb="auto",
@@ -166,7 +182,10 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--decay", type=float, help="weight decay")
     g.add_argument("--beta1", type=float)
     g.add_argument("--beta2", type=float)
-    g.add_argument("--clip", type=float, help="global gradient norm; 0: none (1)")
+    g.add_argument("--clip", type=float, help="largest global gradient norm; 0: any (1)")
+    g.add_argument(
+        "--adaptive_clip", type=float, help="and at most this multiple of the norm's running mean, say 3; 0: any (0)"
+    )
     g.add_argument("--ema", type=float)
     g.add_argument("--seed", type=int)
 
@@ -174,7 +193,9 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--betas", choices=["scaled_linear", "linear", "squaredcos_cap_v2"])
     g.add_argument("--prediction", choices=["epsilon", "v"])
     g.add_argument("--zero_terminal_snr", help="with --prediction v", **on)
-    g.add_argument("--gamma", type=float, help="Min-SNR gamma; 0: no weighting")
+    g.add_argument("--weighting", choices=["min_snr", "debiased", "none"], help="of the loss over timesteps (min_snr)")
+    g.add_argument("--gamma", type=float, help="of Min-SNR; 0: no weighting")
+    g.add_argument("--offset_noise", type=float, help="standard deviation of a constant noise a channel, say 0.1 (0)")
     g.add_argument("--drop", type=float, help="caption dropout")
 
     g = p.add_argument_group("speed and memory")
@@ -192,7 +213,7 @@ def parse_args(argv=None) -> argparse.Namespace:
         "--resume", nargs="?", const="latest", help="go on from the newest valid checkpoint, or from this one"
     )
     g.add_argument("--save_steps", type=int, help="steps between checkpoints (1000)")
-    g.add_argument("--keep_last", type=int, help="checkpoints kept (3)")
+    g.add_argument("--keep_last", type=int, help="checkpoints kept; 0: all (3)")
     g.add_argument("--keep_every", type=int, help="and for ever, each of this many steps (0: none)")
     g.add_argument("--val_steps", type=int, help="steps between validations; 0: never (500)")
     g.add_argument("--val_images", type=int, help="pictures of each validation split (256)")
@@ -220,7 +241,7 @@ def resolve(args, saved: dict | None) -> dict:
     phase = phase_named(args.phase)
     row = PHASES[phase]._asdict()
     row.pop("number")
-    settings = {"phase": phase} | row | DEFAULTS if saved is None else dict(saved)
+    settings = {"phase": phase} | row | DEFAULTS | (saved or {})
     if saved is not None and saved["phase"] != phase:
         raise InputError(
             f"this run is of phase {saved['phase']}, and --phase {phase} was given; start it in another --out"
@@ -237,12 +258,26 @@ def resolve(args, saved: dict | None) -> dict:
         settings[name] = value
     if settings["model"] not in PRESETS:
         raise InputError(f"--model wants one of {', '.join(PRESETS)}, found {settings['model']!r}")
-    for name in ("batch", "accumulate", "epochs", "lr", "save_steps", "log_steps", "val_images"):
+    for name in ("batch", "accumulate", "epochs", "lr", "save_steps", "log_steps", "val_images", "max_skipped"):
         if not settings[name] > 0:
             raise InputError(f"--{name} wants a positive number, found {settings[name]}")
-    for name, low, high in (("drop", 0, 1), ("ema", 0, 1), ("latent_fraction", 0, 1)):
-        if not low <= settings[name] <= high:
-            raise InputError(f"--{name} wants a number from {low} to {high}, found {settings[name]}")
+    for name in ("warmup", "decay", "clip", "adaptive_clip", "gamma", "offset_noise", "text_lr", "keep_last",
+                 "keep_every", "val_steps", "sample_steps", "seed"):  # fmt: skip
+        if not 0 <= settings[name] < math.inf:
+            raise InputError(f"--{name} wants a number from 0 up, found {settings[name]}")
+    for name in ("drop", "ema", "latent_fraction"):
+        if not 0 <= settings[name] <= 1:
+            raise InputError(f"--{name} wants a number from 0 to 1, found {settings[name]}")
+    for name in ("beta1", "beta2"):
+        if not 0 <= settings[name] < 1:
+            raise InputError(f"--{name} wants a number from 0 to below 1, found {settings[name]}")
+    for name, value in (("max_steps", settings["max_steps"]), ("stop_at", args.stop_at), ("benchmark", args.benchmark)):
+        if value is not None and value < 1:
+            raise InputError(f"--{name} wants a positive number, found {value}")
+    if settings["zero_terminal_snr"] and settings["prediction"] != "v":
+        raise InputError(
+            "--zero_terminal_snr wants --prediction v: where no signal is left, the noise says nothing of it"
+        )
     if (settings["dataset"] is None) != (settings["latents"] is None):
         raise InputError("--dataset and --latents name one source together: give both, or --data_root alone")
     return settings
@@ -313,13 +348,36 @@ def sample_losses(net, batch: Batch, text: torch.Tensor, schedule: NoiseSchedule
     return F.mse_loss(net(noisy, batch.t, text).float(), target, reduction="none").mean(dim=(1, 2, 3))
 
 
-def backward(net, batch: Batch, text: torch.Tensor, schedule: NoiseSchedule, gamma: float, share: float):
+def loss_weight(t: torch.Tensor, schedule: NoiseSchedule, settings: dict) -> torch.Tensor | float:
+    """Weight of each sample's loss by its timestep, fp32 [B].
+
+    min_snr: Hang et al. 2023, eq. 8. debiased: 1/sqrt(SNR) on epsilon (Yu et al. 2023, arXiv:2310.08442), which is
+    sqrt(SNR) on x_0's error and so sqrt(SNR)/(SNR + 1) on v's.
+    """
+    if settings["weighting"] == "debiased":
+        snr = schedule.snr(t)
+        return snr.rsqrt() if schedule.prediction == "epsilon" else snr.sqrt() / (snr + 1)
+    if settings["weighting"] == "min_snr" and settings["gamma"]:
+        return schedule.min_snr_weight(t, settings["gamma"])
+    return 1.0
+
+
+def backward(net, batch: Batch, text: torch.Tensor, schedule: NoiseSchedule, settings: dict, share: float):
     """Add the gradients of share x the mean weighted loss of one micro-batch. Returns the weighted losses [B]."""
-    loss = sample_losses(net, batch, text, schedule)
-    if gamma:
-        loss = loss * schedule.min_snr_weight(batch.t, gamma)
+    loss = sample_losses(net, batch, text, schedule) * loss_weight(batch.t, schedule, settings)
     (loss.mean() * share).backward()
     return loss.detach()
+
+
+def averaging(model: nn.Module, last: bool):
+    """The context of one micro-batch, forward and backward: only in a step's last one do ranks average gradients."""
+    return model.no_sync() if isinstance(model, DistributedDataParallel) and not last else contextlib.nullcontext()
+
+
+def clip_limit(settings: dict, mean_norm: float) -> float:
+    """The largest gradient norm let through: --clip, and --adaptive_clip times the mean norm so far (0: none yet)."""
+    limits = [settings["clip"], settings["adaptive_clip"] * mean_norm]
+    return min((limit for limit in limits if limit), default=math.inf)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float):
@@ -377,15 +435,21 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 @torch.no_grad()
-def validate(net, batch: Batch, text_of, schedule: NoiseSchedule, micro: int, device, rank: int, world: int) -> dict:
+def validate(module: Denoiser, dtype: str, batch: Batch, text_of, schedule, micro: int, device, rank: int, world: int):
     """Unweighted mean squared error of a fixed Batch, whole and by timestep bin. Ranks share the work and agree."""
-    sums = torch.zeros(2, BINS, dtype=torch.float64)
+    sums, net, was_training = (
+        torch.zeros(2, BINS, dtype=torch.float64),
+        in_autocast(module, device, dtype),
+        module.training,
+    )
+    module.eval()  # no dropout, which would draw random numbers too
     for i in range(rank * micro, len(batch.t), world * micro):
-        part = Batch(*(x[i : i + micro].to(device) for x in batch))
+        part = batch.map(lambda x, i=i: x[i : i + micro].to(device))
         error = sample_losses(net, part, text_of(part.ids), schedule).double().cpu()  # [B]
         bins = part.t.cpu() * BINS // schedule.steps
         sums[0].index_add_(0, bins, error)
         sums[1].index_add_(0, bins, torch.ones_like(error))
+    module.train(was_training)
     if world > 1:
         sums = sums.to(device)
         dist.all_reduce(sums)
@@ -400,15 +464,19 @@ def sample_prompts(settings: dict, split: Split) -> list[str]:
         return split.captions.take(validation_index(split, 8, "val", settings["seed"])).to_pylist()
     try:
         lines = Path(settings["sample_prompts"]).read_text(encoding="utf-8").splitlines()
-    except OSError as e:
+    except (OSError, UnicodeDecodeError) as e:
         raise InputError(
-            f"--sample_prompts wants a text file, found {settings['sample_prompts']} ({e.strerror})"
+            f"--sample_prompts wants a UTF-8 text file, found {settings['sample_prompts']} "
+            f"({getattr(e, 'strerror', None) or e})"
         ) from None
-    return [line.strip() for line in lines if line.strip()]
+    prompts = [line.strip() for line in lines if line.strip()]
+    if not prompts:
+        raise InputError(f"--sample_prompts wants a prompt a line, and {settings['sample_prompts']} is empty")
+    return prompts
 
 
 def sample_grid(path: Path, ema: Denoiser, text_encoder, vae, schedule, prompts: list[str], settings: dict, device):
-    """Write a grid of pictures: fixed prompts and seeds, EMA weights."""
+    """Write a grid of pictures: fixed prompts and seeds, EMA weights. A picture that fails stops no training."""
     encoder = ema.text_encoder or text_encoder
     f, z = vae.config.factor, vae.config.latent_channels
     contexts, nulls = SD_ImageGen.encode_pairs(encoder, prompts, [""] * len(prompts))
@@ -424,9 +492,12 @@ def sample_grid(path: Path, ema: Denoiser, text_encoder, vae, schedule, prompts:
         batch=8,
         device=device,
     )
-    pictures = SD_ImageGen.decode_latents(vae.to(device), latents, 8, device)
-    vae.to("cpu")
-    SD_ImageGen.save_png(path, SD_ImageGen.grid(pictures, columns=4), {"prompts": prompts})
+    try:
+        decoder = copy.deepcopy(vae).to(device)  # the VAE itself may be on its way to a checkpoint
+        pictures = SD_ImageGen.decode_latents(decoder, latents, 8, device)
+        SD_ImageGen.save_png(path, SD_ImageGen.grid(pictures, columns=4), {"prompts": prompts})
+    except (OSError, InputError) as e:  # a full disk, NaN
+        print(f"\nwarning: {path} was not written ({e})", file=sys.stderr)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -472,6 +543,17 @@ def plan_batches(settings: dict, world: int, saved_global: int | None, given_acc
 
 
 def load_text_encoder(settings: dict, checkpoint: Path | None) -> TextEncoder:
+    """find_text_encoder, whose output must be as wide as the UNet's context."""
+    encoder, wanted = find_text_encoder(settings, checkpoint), PRESETS[settings["model"]]["unet"].context_dim
+    if encoder.context_dim != wanted:
+        raise InputError(
+            f"preset {settings['model']} attends to a context {wanted} wide, and the text encoder "
+            f"{settings['text_encoder']} gives {encoder.context_dim}"
+        )
+    return encoder
+
+
+def find_text_encoder(settings: dict, checkpoint: Path | None) -> TextEncoder:
     """The checkpoint's, if trained there; else --text_encoder, a fresh one for --tokenizer, or the preset's default."""
     if checkpoint is not None and (checkpoint / "text_encoder").is_dir():
         return TextEncoder.from_pretrained(str(checkpoint / "text_encoder"))
@@ -492,14 +574,20 @@ def load_text_encoder(settings: dict, checkpoint: Path | None) -> TextEncoder:
     return TextEncoder.from_pretrained(settings["text_encoder"])
 
 
-def load_data(settings: dict, text_encoder: TextEncoder, pretouch: bool):
-    """Train and val splits, sampling weights, the latents' VAE and hashes of the data's manifests.
+class Data(NamedTuple):
+    train: Split
+    val: Split
+    weights: list[float] | None  # of the sources; None: in proportion to their pictures
+    vae: dict  # name, hash and config of the VAE that made the latents
+    hashes: dict[str, str]  # sha256 of each manifest
 
-    Refuses data that do not fit the run: another size, VAE, scale or tokenizer.
-    """
-    sources = parse_sources(settings)
+
+def load_data(settings: dict, text_encoder: TextEncoder, pretouch: bool) -> Data:
+    """Datasets and latents of a run. Refuses those that do not fit it: another size, VAE, scale or tokenizer."""
+    sources, channels = parse_sources(settings), PRESETS[settings["model"]]["unet"].in_channels
     for s in sources:
-        if read_manifest(s.dataset, "a dataset")["tokenizer_hash"] != common.tokenizer_hash(text_encoder.tokenizer):
+        found = read_manifest(s.dataset, "a dataset", ("tokenizer_hash", "counts"))["tokenizer_hash"]
+        if found != common.tokenizer_hash(text_encoder.tokenizer):
             raise InputError(
                 f"the ids in {s.dataset} come from another tokenizer than the text encoder's; tokenise again (04, 05)"
             )
@@ -515,6 +603,13 @@ def load_data(settings: dict, text_encoder: TextEncoder, pretouch: bool):
             raise InputError(f"scaled latents were wanted, and {s.latents} says they are not; encode them again")
         if m["vae"]["hash"] != first["vae"]["hash"] or m["kind"] != first["kind"]:
             raise InputError(f"{s.latents} and {sources[0].latents} were made by different VAEs or settings")
+        z, h, w = m.get("latent_shape") or store.shape or (channels, 0, 0)
+        wanted = (2 * z if m["kind"] == "moments" else z, h, w)
+        if z != channels or store.shape not in (None, wanted):
+            raise InputError(
+                f"latents of {channels} channels were wanted in {s.latents}; its manifest says {wanted} and its arrays "
+                f"are {store.shape}; encode them again"
+            )
     weights = [s.weight for s in sources] if sources[0].weight is not None else None
     train = Split(sources, stores, "train", settings["latent_fraction"])
     val = Split([s._replace(cap=None) for s in sources], stores, "val", 1.0)
@@ -528,7 +623,7 @@ def load_data(settings: dict, text_encoder: TextEncoder, pretouch: bool):
         for folder in (s.dataset, s.latents):
             name = folder.name if settings["dataset"] else str(folder.relative_to(settings["data_root"]))
             hashes[name] = sha256(folder / "manifest.json")
-    return train, val, weights, first["vae"], hashes
+    return Data(train, val, weights, first["vae"], hashes)
 
 
 def load_vae(settings: dict, vae_info: dict):
@@ -542,7 +637,7 @@ def load_vae(settings: dict, vae_info: dict):
     return vae
 
 
-def init_weights(args, denoiser: Denoiser, ema: Denoiser, prediction: str) -> list[dict]:
+def init_weights(args, denoiser: Denoiser, ema: Denoiser, prediction: str, vae_hash: str, say) -> list[dict]:
     """Weights of --init_from into live and EMA; returns the lineage that the new run continues."""
     wanted = {"same": ("live", "ema"), "ema": ("ema", "ema"), "live": ("live", "live")}[args.init_weights]
     for net, weights in zip((denoiser, ema), wanted):
@@ -555,25 +650,82 @@ def init_weights(args, denoiser: Denoiser, ema: Denoiser, prediction: str) -> li
                 f"{args.init_from} predicts {source.schedule.prediction}, and this run {prediction}; add --prediction "
                 f"{source.schedule.prediction}"
             )
+        if source.lineage.get("vae", vae_hash) != vae_hash:
+            raise InputError(
+                f"{args.init_from} was trained on the latents of another VAE than this run's; encode the pictures with "
+                "its VAE, or start without --init_from"
+            )
         net.unet.load_state_dict(state)
         if net.text_encoder is not None:
             net.text_encoder.load_state_dict(source.text_encoder().state_dict())
-    print(source.found)
+    say(source.found)
     lineage = source.lineage.get("lineage") or [{"phase": "import", "path": str(args.init_from)}]
     lineage[-1]["hash"] = weights_hash(ema.unet)  # of the parent's weights, so that it can be found again
     return lineage
 
 
-def make_run_folder(out: Path, args, checkpoint: Path | None, rank: int):
-    if checkpoint is None and any((out / "checkpoints").glob("step_????????")):
+@dataclass
+class Progress:
+    """Where training stands."""
+
+    step: int = 0  # optimizer steps behind us, skipped ones too
+    updates: int = 0  # of the EMA
+    skipped: int = 0  # steps in a row whose gradients were not finite
+    mean_norm: float = 0.0  # running mean of the gradient norm after clipping, for --adaptive_clip; 0: none yet
+    seen: int = 0  # sum modulo 2^64 of seen_hash, this rank's share
+    lineage: list[dict] = field(default_factory=list)  # the phases up to this one
+    window: Window = field(default_factory=Window)  # of the log
+
+    def state(self) -> dict:
+        """For state.json; `seen` is to be the sum over ranks there."""
+        return {"step": self.step, "ema_updates": self.updates, "skipped": self.skipped, "mean_norm": self.mean_norm,
+                "seen": self.seen, "lineage": copy.deepcopy(self.lineage), "window": self.window.state()}  # fmt: skip
+
+    @classmethod
+    def resumed(cls, saved: dict, rank: int) -> "Progress":
+        return cls(saved["step"], saved["ema_updates"], saved["skipped"], saved["mean_norm"],
+                   saved["seen"] if rank == 0 else 0, saved["lineage"], Window(saved["window"]))  # fmt: skip
+
+
+def make_run_folder(out: Path, settings: dict, checkpoint: Path | None):
+    """Make and lock the run folder; returns the lock, to be kept. InputError if a run is in it or it cannot be made."""
+    holds_run = any((out / "checkpoints").glob("step_????????"))
+    if holds_run and checkpoint is None:
         raise InputError(f"{out} holds a run already: add --resume to go on with it, or choose another --out")
-    if rank == 0:
-        try:
-            (out / "samples").mkdir(parents=True, exist_ok=True)
-            (out / "checkpoints").mkdir(exist_ok=True)
-            common.atomic_write(out / "config.json", json.dumps(vars(args), indent=1))
-        except OSError as e:
-            raise InputError(f"--out wants a folder that can be written, found {out} ({e.strerror})") from None
+    if holds_run and checkpoint.resolve().parent != (out / "checkpoints").resolve():
+        raise InputError(f"{out} holds another run than {checkpoint}, which --resume names; choose another --out")
+    try:
+        (out / "samples").mkdir(parents=True, exist_ok=True)
+        (out / "checkpoints").mkdir(exist_ok=True)
+        lock = lock_run(out)
+        common.atomic_write(out / "config.json", json.dumps(settings, indent=1))
+    except OSError as e:
+        raise InputError(f"--out wants a folder that can be written, found {out} ({e.strerror})") from None
+    return lock
+
+
+def check_agreement(values: dict[str, int], device, world: int):
+    """InputError unless all ranks found the same: on several machines they may see different disks."""
+    if world > 1:
+        low = torch.tensor(list(values.values()), dtype=torch.int64, device=device)
+        high = low.clone()
+        dist.all_reduce(low, dist.ReduceOp.MIN)
+        dist.all_reduce(high, dist.ReduceOp.MAX)
+        differing = [name for name, a, b in zip(values, low.tolist(), high.tolist()) if a != b]
+        if differing:
+            raise InputError(
+                f"the processes disagree on {', '.join(differing)}; start them with the same flags, and keep --out and "
+                "the data where all machines see the same files"
+            )
+
+
+def sum_over_ranks(value: int, device, world: int) -> int:
+    """Sum modulo 2^64 of a number of each rank."""
+    if world > 1:
+        total = torch.tensor(value % 2**64 - (value >> 63 & 1) * 2**64, dtype=torch.int64, device=device)
+        dist.all_reduce(total)
+        value = total.item()
+    return value % 2**64
 
 
 def absolute(name: str) -> str:
@@ -581,15 +733,20 @@ def absolute(name: str) -> str:
     return str(Path(name).resolve()) if Path(name).exists() else name
 
 
-def resume_command() -> str:
+def resume_command(argv: list[str]) -> str:
     """The command line that goes on with this run."""
-    words = [w for w in sys.argv if w not in ("--resume", "latest")]
+    words, dropped = [], False
+    for i, word in enumerate(argv):
+        flag, equals, _ = word.partition("=")
+        takes_value = flag in ("--stop_at", "--resume") and not equals
+        if not dropped and flag not in ("--stop_at", "--resume"):
+            words.append(word)
+        dropped = takes_value and i + 1 < len(argv) and not argv[i + 1].startswith("--")
     processes = os.environ.get("LOCAL_WORLD_SIZE")
-    return (
-        " ".join(["torchrun", f"--nproc_per_node={processes}"] if processes else ["python"])
-        + " "
-        + " ".join([*words, "--resume"])
-    )
+    start = ["torchrun", f"--nproc_per_node={processes}"] if processes else ["python"]
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    note = f"   # with the rendezvous flags of before, on each of the {nodes} machines" if nodes > 1 else ""
+    return shlex.join([*start, sys.argv[0], *words, "--resume"]) + note
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -600,72 +757,72 @@ def resume_command() -> str:
 def main(argv=None):
     args = parse_args(argv)
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    disable_progress_bar()  # of transformers, whose bars would break ours
     out = Path(args.out or f"runs/{phase_named(args.phase)}")
-    checkpoint = find_checkpoint(out, args.resume) if args.resume else None
-    saved = json.loads((checkpoint / "state.json").read_text()) if checkpoint else None
-    settings = resolve(args, saved and saved["settings"])
     device, rank, world, local = setup_device(args.device)
     say = print if rank == 0 else lambda *a, **k: None
+
+    # What to do: the settings, and the checkpoint to go on from.
+    checkpoint = find_checkpoint(out, args.resume, say) if args.resume else None
+    saved = json.loads((checkpoint / "state.json").read_text()) if checkpoint else None
+    settings = resolve(args, saved and saved["settings"])
     settings["dtype"] = settings["dtype"] or ("bf16" if device.type == "cuda" else "fp32")
     if settings["channels_last"] is None:
         settings["channels_last"] = device.type == "cuda"
     memory = torch.channels_last if settings["channels_last"] else torch.contiguous_format
-    preset = PRESETS[settings["model"]]
-
-    # Fresh weights are drawn on the CPU from the seed, so that every device and rank starts alike.
-    torch.manual_seed(settings["seed"])
     schedule = NoiseSchedule(
         settings["betas"], prediction=settings["prediction"], zero_terminal_snr=settings["zero_terminal_snr"]
     )
-    unet = UNet(preset["unet"], settings["zero_init"])
+
+    # Networks and data. Fresh weights are drawn on the CPU from the seed, so that every device and rank starts alike.
+    torch.manual_seed(settings["seed"])
+    unet = UNet(PRESETS[settings["model"]]["unet"], settings["zero_init"])
     unet.set_grad_checkpoint(settings["grad_checkpoint"] == "resblocks")
     if args.benchmark:
         return benchmark(args.benchmark, settings, Denoiser(unet, None), schedule, memory, device, rank, world)
-
     text_encoder = load_text_encoder(settings, checkpoint)
-    if text_encoder.context_dim != preset["unet"].context_dim:
-        raise InputError(
-            f"preset {settings['model']} attends to a context {preset['unet'].context_dim} wide, and the text encoder "
-            f"{settings['text_encoder']} gives {text_encoder.context_dim}"
-        )
     trains_text = settings["train_text_encoder"]
     text_encoder.requires_grad_(trains_text)
     denoiser = Denoiser(unet, text_encoder if trains_text else None)
-
-    train, val, weights, vae_info, hashes = load_data(settings, text_encoder, pretouch=local == 0)
+    data = load_data(settings, text_encoder, pretouch=local == 0)
+    train, val = data.train, data.val
     say(f"data: {len(train):,} training and {len(val):,} held-out pictures; {train.missing + val.missing:,} without a "
         f"latent, {train.unreadable:,} unreadable latent files")  # fmt: skip
-    if saved and (changed := sorted(set(saved["data"].items()) ^ set(hashes.items()))):
+    if saved and (changed := sorted(set(saved["data"].items()) ^ set(data.hashes.items()))):
         raise InputError(
             f"the data changed since the checkpoint ({changed[0][0]}); put it back, or start a new run with --init_from"
         )
-    order = SampleOrder(train.sizes, weights, settings["seed"])
+    order = SampleOrder(train.sizes, data.weights, settings["seed"])
     global_batch = plan_batches(settings, world, saved and saved["global_batch"], args.accumulate is not None)
     total = settings["max_steps"] or int(settings["epochs"] * order.epoch_size) // global_batch
     if total < 1:
         raise InputError(f"{settings['epochs']} epochs of {order.epoch_size} pictures make no step of {global_batch}")
     if args.dry_run:
-        return dry_run(settings, denoiser, total, global_batch, order, say)
-    vae = load_vae(settings, vae_info) if settings["sample_steps"] else None
+        return dry_run(out, settings, denoiser, text_encoder, total, global_batch, order, device) if rank == 0 else None
+    vae = load_vae(settings, data.vae) if settings["sample_steps"] or settings["vae"] else None
     prompts = sample_prompts(settings, val if len(val) else train)
-    make_run_folder(out, args, checkpoint, rank)
 
+    # Weights, optimizer and progress: from the checkpoint, from --init_from, or fresh.
     ema = copy.deepcopy(denoiser).requires_grad_(False).eval()
-    step, updates, lineage, window = 0, 0, [], Window()
     if checkpoint:
         load_weights(checkpoint, denoiser, ema)
-        step, updates, lineage, window = saved["step"], saved["ema_updates"], saved["lineage"], Window(saved["window"])
+        progress = Progress.resumed(saved, rank)
     else:
+        progress = Progress()
         if args.init_from:
-            lineage = init_weights(args, denoiser, ema, settings["prediction"])
-        lineage.append({"phase": settings["phase"], "data": hashes, "images": 0, "revision": git_revision(),
-                        "torch": torch.__version__})  # fmt: skip
+            progress.lineage = init_weights(args, denoiser, ema, settings["prediction"], data.vae["hash"], say)
+        progress.lineage.append({"phase": settings["phase"], "data": data.hashes, "images": 0,
+                                 "revision": git_revision(), "torch": torch.__version__})  # fmt: skip
     denoiser.to(device, memory_format=memory).train()
     ema.to(device, memory_format=memory)
     text_encoder.to(device).eval()
     optimizer = make_optimizer(denoiser, settings)
     if checkpoint:
-        optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True))
+        load_optimizer(checkpoint, optimizer)
+    agreed = {"where to go on": progress.step, "the number of steps": total, "readable latents": train.unreadable}
+    agreed |= {"the data": zlib.crc32(str(data.hashes).encode()), "settings": zlib.crc32(json.dumps(settings).encode())}
+    check_agreement(agreed, device, world)
+    lock = make_run_folder(out, settings, checkpoint) if rank == 0 else None  # nothing was written before this line
     model = wrap(denoiser, settings, world)
     net = in_autocast(model, device, settings["dtype"])
 
@@ -674,27 +831,26 @@ def main(argv=None):
         """What the denoiser wants of the text: ids if it trains the text encoder, else the frozen encoder's context."""
         return ids if trains_text else in_autocast(text_encoder, device, settings["dtype"])(ids)
 
-    micro, accumulate = settings["batch"], settings["accumulate"]
-    null_ids = text_encoder.tokenize([""])[0].numpy()
+    micro, accumulate, null_ids = settings["batch"], settings["accumulate"], text_encoder.tokenize([""])[0].numpy()
 
-    def positions():
-        """Global positions of this rank's micro-batches, from here to the end."""
-        for s in range(step, total):
-            for a in range(accumulate):
-                first = s * global_batch + (a * world + rank) * micro
-                yield np.arange(first, first + micro)
+    def next_batches(positions: np.ndarray) -> Batch:
+        return make_batch(
+            train, order, positions, null_ids, settings["drop"], settings["seed"], schedule.steps,
+            settings["offset_noise"],
+        )  # fmt: skip
 
     fixed = {
         name: validation_batch(split, settings["val_images"], name, settings["seed"], schedule.steps)
         for name, split in (("val", val), ("train", train)) if len(split)
     }  # fmt: skip
-    saver = log = None
+    saver, log, to_host = None, None, HostCopy(pin=device.type == "cuda")
     if rank == 0:
-        saver = Checkpointer(out / "checkpoints", settings["keep_last"], settings["keep_every"])
-        log = Log(out, settings, step)
+        saver = Checkpointer(out / "checkpoints", settings["keep_last"], settings["keep_every"], progress.step, print)
+        log = Log(out, settings, progress.step)
+    say(f"settings: {json.dumps(settings)}")
     say(f"{settings['phase']}: {total:,} steps of {global_batch} images ({world} x {micro} x {accumulate}), "
         f"{total * global_batch / order.epoch_size:.2f} epochs; UNet {count_parameters(unet)[1]:,} parameters; "
-        f"{device}, {settings['dtype']}; from step {step:,}")  # fmt: skip
+        f"{device}, {settings['dtype']}; from step {progress.step:,}")  # fmt: skip
 
     def snapshot() -> dict:
         """Everything a checkpoint holds, copied to host memory."""
@@ -702,111 +858,122 @@ def main(argv=None):
         if trains_text:
             modules |= {"text_encoder": denoiser.text_encoder, "text_encoder_ema": ema.text_encoder}
         small = vae is not None and count_parameters(vae)[1] * 4 <= SMALL_VAE
-        vae_name = settings["vae"] or vae_info["name"]
-        lineage[-1]["images"] = step * global_batch
-        return {
-            "weights": {name: to_host(m.state_dict()) for name, m in modules.items()},
-            "optimizer": to_host(optimizer.state_dict()),
+        vae_name, images = settings["vae"] or data.vae["name"], progress.step * global_batch
+        progress.lineage[-1]["images"] = images
+        parts = to_host({"weights": {name: m.state_dict() for name, m in modules.items()},
+                         "optimizer": optimizer.state_dict()})  # fmt: skip
+        to_host.wait()
+        return parts | {
             "text_encoder": text_encoder,
             "vae": vae if small else None,
             "model": {
                 "format": "checkpoint-1",
                 "preset": settings["model"],
-                "unet": asdict(preset["unet"]),
+                "unet": asdict(unet.config),
                 "schedule": schedule.config,
                 "size": settings["size"],
                 "text_encoder": "text_encoder" if trains_text else absolute(settings["text_encoder"]),
-                "vae": "vae" if small else {"path": absolute(vae_name), "hash": vae_info["hash"]},
+                "vae": "vae" if small else {"path": absolute(vae_name), "hash": data.vae["hash"]},
             },
-            "state": {
-                "step": step,
-                "images": step * global_batch,
-                "epoch": step * global_batch / order.epoch_size,
+            "state": progress.state() | {
+                "seen": seen_by_all,
+                "images": images,
+                "epoch": images / order.epoch_size,
                 "global_batch": global_batch,
-                "ema_updates": updates,
-                "window": window.state(),
-                "data": hashes,
-                "lineage": copy.deepcopy(lineage),
+                "data": data.hashes,
+                "vae": data.vae["hash"],
                 "settings": dict(settings),
             },
-        }
+        }  # fmt: skip
 
     # The first signal asks for a save at the next step boundary; later ones change nothing, so none can break the save.
     stop = threading.Event()
     for s in (signal.SIGTERM, signal.SIGINT):
         signal.signal(s, lambda *_: stop.set())
 
-    flops = 3 * forward_flops(settings["model"], fixed["train"].latents.shape[1:], train.ids.shape[1])
-    flops_peak, skipped = peak_flops(device), 0
-    loader = Prefetcher(
-        lambda p: make_batch(train, order, p, null_ids, settings["drop"], settings["seed"], schedule.steps),
-        positions(),
-        device,
-    )
-    bar = tqdm(total=total, initial=step, disable=rank != 0, unit="step", dynamic_ncols=True, mininterval=1.0)
+    peak = peak_flops(device)
+    flops = 3 * forward_flops(settings["model"], fixed["train"].latents.shape[1:], train.ids.shape[1]) if peak else None
+    first, end = progress.step, min(total, args.stop_at or total)
+    loader = Prefetcher(next_batches, rank_positions(first, end, global_batch, micro, accumulate, rank, world), device)
+    bar = tqdm(total=total, initial=first, disable=rank != 0, unit="step", dynamic_ncols=True, mininterval=1.0)
     try:
-        while step < total:
+        while progress.step < end:
             # One optimizer step: the gradients of the mean loss over the global batch, however it is cut.
-            lr = lr_at(step, total, settings)
+            lr = lr_at(progress.step, total, settings)
             set_lr(optimizer, lr)
-            if preset["unet"].dropout:
-                torch.manual_seed(int(np.random.SeedSequence([settings["seed"], step, rank]).generate_state(1)[0]))
+            if unet.config.dropout:
+                key = [settings["seed"], progress.step, rank]
+                torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
             stats = torch.zeros(1 + 2 * BINS, device=device)  # stop flag, losses and counts by timestep bin
             for a in range(accumulate):
                 batch = loader.next()
-                last = a == accumulate - 1
-                with contextlib.nullcontext() if last or world == 1 else model.no_sync():
-                    losses = backward(net, batch, text_of(batch.ids), schedule, settings["gamma"], 1 / accumulate)
+                with averaging(model, last=a == accumulate - 1):
+                    losses = backward(net, batch, text_of(batch.ids), schedule, settings, 1 / accumulate)
                 bins = F.one_hot(batch.t * BINS // schedule.steps, BINS).float()  # [B, BINS]
                 stats[1 : 1 + BINS] += losses @ bins
                 stats[1 + BINS :] += bins.sum(dim=0)
-            norm = nn.utils.clip_grad_norm_(denoiser.parameters(), settings["clip"] or math.inf, foreach=True)
+                progress.seen += batch.seen
+            limit = clip_limit(settings, progress.mean_norm)
+            norm = nn.utils.clip_grad_norm_(denoiser.parameters(), limit, foreach=True)
             stats[0] = float(stop.is_set())
             if world > 1:
                 dist.all_reduce(stats)
             norm, (stopping, *sums) = norm.item(), stats.tolist()  # the step's one wait for the device
             if math.isfinite(norm):  # the same on all ranks: gradients were averaged
                 optimizer.step()
-                update_ema(ema, denoiser, ema_decay(settings["ema"], updates))
-                updates, skipped = updates + 1, 0
+                update_ema(ema, denoiser, ema_decay(settings["ema"], progress.updates))
+                progress.updates, progress.skipped = progress.updates + 1, 0
+                progress.mean_norm += (min(norm, limit) - progress.mean_norm) * (0.01 if progress.mean_norm else 1)
             else:
-                skipped += 1
-                say(f"\nwarning: step {step + 1} skipped, its gradients are not finite ({skipped} in a row)")
+                progress.skipped += 1
+                say(f"\nwarning: step {progress.step + 1} skipped, its gradients are not finite "
+                    f"({progress.skipped} in a row)")  # fmt: skip
             optimizer.zero_grad(set_to_none=True)
-            step += 1
-            window.add(sums, norm, skipped > 0)
+            progress.step += 1
+            progress.window.add(sums, norm, progress.skipped > 0)
             bar.update()
-            if skipped >= settings["max_skipped"]:
+            if progress.skipped >= settings["max_skipped"]:
                 raise SystemExit(
-                    f"error: {skipped} steps in a row had gradients that are not finite; look for NaN in the latents, "
-                    "lower --lr, or go on from an older checkpoint with --resume PATH"
+                    f"error: {progress.skipped} steps in a row had gradients that are not finite; look for NaN in the "
+                    "latents, lower --lr, or go on from an older checkpoint with --resume PATH"
+                    if rank == 0
+                    else 1
                 )
 
-            if step % settings["log_steps"] == 0:
-                row = window.row(step, global_batch, order.epoch_size, lr)
+            step = progress.step
+            done = step == end or stopping
+            logging, saving = step % settings["log_steps"] == 0, done or step % settings["save_steps"] == 0
+            if logging or saving:
+                seen_by_all = sum_over_ranks(progress.seen, device, world)
+            if logging:
+                row = progress.window.row(step, global_batch, order.epoch_size, lr) | {"seen": f"{seen_by_all:016x}"}
                 speed = f"{row['images_per_s']:.1f} img/s"
-                if flops_peak:
-                    row["mfu"] = row["images_per_s"] / world * flops / flops_peak
+                if peak:
+                    row["mfu"] = row["images_per_s"] / world * flops / peak
                     speed += f", MFU {row['mfu']:.1%}"
                 bar.set_postfix_str(f"loss {row['loss']:.4f}, lr {lr:.1e}, {speed}")
                 if log:
                     log.write("log.jsonl", row)
-                window = Window()
+                progress.window = Window()
             if settings["val_steps"] and (step % settings["val_steps"] == 0 or step == total):
                 for weights_name, module in (("live", denoiser), ("ema", ema)):
-                    for split_name, part in fixed.items():
-                        called = in_autocast(module, device, settings["dtype"])
-                        result = validate(called, part, text_of, schedule, micro, device, rank, world)
+                    for split, part in fixed.items():
+                        result = validate(
+                            module, settings["dtype"], part, text_of, schedule, micro, device, rank, world
+                        )
                         if log:
-                            row = {"step": step, "images": step * global_batch, "split": split_name}
-                            log.write("validation.jsonl", row | {"weights": weights_name} | result)
+                            row = {"step": step, "images": step * global_batch, "split": split, "weights": weights_name}
+                            log.write("validation.jsonl", row | result)
             if rank == 0 and settings["sample_steps"] and (step % settings["sample_steps"] == 0 or step == total):
                 path = out / "samples" / f"step_{step:08d}.png"
                 sample_grid(path, ema, text_encoder, vae, schedule, prompts, settings, device)
                 log.picture(path, step)
-            done = step == total or stopping or step == args.stop_at
-            if rank == 0 and (done or step % settings["save_steps"] == 0):
-                saver.save(step, snapshot())
+            if rank == 0 and saving:
+                started = time.perf_counter()
+                saver.save(step, snapshot)
+                say(f"\ncheckpoint {step:,}: training waited {time.perf_counter() - started:.2f} s for the copy")
+            if step == first + 2 and device.type == "cuda":  # Adam's state is there from the first step's end
+                say(f"\npeak memory: {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
             if done:
                 break
     finally:
@@ -815,12 +982,15 @@ def main(argv=None):
         if saver:
             saver.wait()
     if rank == 0:
-        plot_run(out)
+        with contextlib.suppress(OSError):  # a full disk
+            plot_run(out)
         log.close()
-        if step < total:
-            say(f"stopped after step {step:,} of {total:,}; go on with:\n  {resume_command()}")
+        if progress.step < total:
+            command = resume_command(sys.argv[1:] if argv is None else argv)
+            say(f"stopped after step {progress.step:,} of {total:,}; go on with:\n  {command}")
         else:
-            say(f"done: {step:,} steps, {step * global_batch:,} images; {out}/checkpoints/step_{step:08d}")
+            say(f"done: {total:,} steps, {total * global_batch:,} images; {out}/checkpoints/step_{progress.step:08d}")
+        lock.close()
     if world > 1:
         dist.barrier()
         dist.destroy_process_group()
@@ -828,18 +998,94 @@ def main(argv=None):
         raise SystemExit("error: the last checkpoint could not be written; free some disk and run again with --resume")
 
 
-def dry_run(settings: dict, denoiser: Denoiser, total: int, global_batch: int, order: SampleOrder, say):
-    """Print the resolved configuration and the plan."""
-    say(json.dumps(settings, indent=1))
-    trained = count_parameters(denoiser)[1]
-    epochs, saves = total * global_batch / order.epoch_size, -(-total // settings["save_steps"])
-    say(f"{total:,} steps of {global_batch} images, {epochs:.2f} epochs of {order.epoch_size:,}; {saves} saves of "
-        f"{trained * 16 / 2**30:.2f} GiB, {settings['keep_last']} kept")  # fmt: skip
-    say(f"{trained:,} trained parameters: weights, gradients, Adam and EMA take {trained * 20 / 2**30:.2f} GiB a GPU, "
-        "activations come on top")  # fmt: skip
+def rank_positions(first: int, end: int, global_batch: int, micro: int, accumulate: int, rank: int, world: int):
+    """Global positions [micro] of one rank's micro-batches in the steps from first to end, one after the other."""
+    for step in range(first, end):
+        for a in range(accumulate):
+            start = step * global_batch + (a * world + rank) * micro
+            yield np.arange(start, start + micro)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Plans and speed
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def activation_bytes(settings: dict, batch: int, device: torch.device) -> int:
+    """Bytes that a micro-batch of the UNet keeps for its backward, counted on fake tensors, which take no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    preset, kept, storages = PRESETS[settings["model"]], [], {}
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = storage.nbytes()
+        kept.append(tensor)  # alive, so that no other storage gets its address
+        return tensor
+
+    with FakeTensorMode(), torch.device(device):
+        unet = UNet(preset["unet"])
+        unet.set_grad_checkpoint(settings["grad_checkpoint"] == "resblocks")
+        if settings["grad_checkpoint"] == "resblocks":  # of a checkpointed block, the inputs are kept
+            for m in unet.modules():
+                if isinstance(m, ResBlock):
+                    m.register_forward_pre_hook(lambda _, inputs: [count(x) for x in inputs] and None)
+        side = settings["size"] // preset["vae"].factor
+        latents = torch.empty(batch, preset["unet"].in_channels, side, side)
+        context = torch.empty(batch, TextEncoder.MAX_LENGTH, preset["unet"].context_dim)
+        t = torch.zeros(batch, dtype=torch.long)
+        weights = {p.untyped_storage()._cdata for p in unet.parameters()}
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+            in_autocast(unet, device, settings["dtype"])(latents, t, context)
+    return sum(size for storage, size in storages.items() if storage not in weights)
+
+
+def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncoder, device) -> dict[str, int]:
+    """Bytes a device needs, by what they are for; gradients come while activations go, unless steps accumulate."""
+    trained = 4 * count_parameters(denoiser)[1]
+    one, two = (activation_bytes(settings, n, device) for n in (1, 2))  # linear in the batch, but for cast weights
+    parts = {
+        "weights": trained + (0 if denoiser.text_encoder is not None else 4 * count_parameters(text_encoder)[1]),
+        "Adam": 2 * trained,
+        "EMA": trained,
+        "gradients": trained,
+        "activations": one + (two - one) * (settings["batch"] - 1),
+    }
+    beside = parts["gradients"] + parts["activations"]
+    if settings["accumulate"] == 1:
+        beside = max(parts["gradients"], parts["activations"])
+    return parts | {"peak": parts["weights"] + parts["Adam"] + parts["EMA"] + beside}
+
+
+def dry_run(out: Path, settings, denoiser, text_encoder, total: int, global_batch: int, order: SampleOrder, device):
+    """Print the resolved configuration and the plan; draw the learning rate."""
+    from matplotlib.figure import Figure
+
+    print(json.dumps(settings, indent=1))
+    epochs = total * global_batch / order.epoch_size
+    print(f"{total:,} steps of {global_batch} images, {epochs:.2f} epochs of {order.epoch_size:,}")
+    saves = sorted({*range(settings["save_steps"], total + 1, settings["save_steps"]), total})
+    every, last = settings["keep_every"], settings["keep_last"]
+    kept = {s for s in saves if every and s % every == 0} | set(saves[-last:] if last else saves)
+    one = count_parameters(denoiser)[1] * 16 / 2**30  # live, EMA, Adam's two moments
+    print(f"{len(saves):,} checkpoints of {one:.2f} GiB, {len(kept):,} kept at the end: {len(kept) * one:.2f} GiB, and "
+          f"{one:.2f} more while one is written")  # fmt: skip
+    memory = memory_estimate(settings, denoiser, text_encoder, device)
+    print(f"memory of a {device.type} device, estimated: " +
+          ", ".join(f"{name} {size / 2**30:.2f}" for name, size in memory.items()) + " GiB")  # fmt: skip
     for share in (0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1):
         step = min(total - 1, int(share * total))
-        say(f"  step {step:>9,}  lr {lr_at(step, total, settings):.3e}")
+        print(f"  step {step:>9,}  lr {lr_at(step, total, settings):.3e}")
+    steps = np.unique(np.linspace(0, total - 1, min(total, 2000)).astype(int))
+    figure = Figure(figsize=(7, 3))
+    axis = figure.subplots()
+    axis.plot(steps, [lr_at(int(s), total, settings) for s in steps])
+    axis.set(xlabel="step", title="learning rate")
+    figure.tight_layout()
+    path = out.with_name(f"{out.name}_lr.png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=90)
+    print(f"learning rate: {path}")
 
 
 def benchmark(steps: int, settings: dict, denoiser: Denoiser, schedule, memory, device, rank: int, world: int):
@@ -864,8 +1110,8 @@ def benchmark(steps: int, settings: dict, denoiser: Denoiser, schedule, memory, 
         set_lr(optimizer, settings["lr"])
         for a in range(accumulate):
             batch = Batch(latents, noise, torch.randint(0, schedule.steps, (micro,), device=device), None)
-            with contextlib.nullcontext() if a == accumulate - 1 or world == 1 else model.no_sync():
-                backward(net, batch, text, schedule, settings["gamma"], 1 / accumulate)
+            with averaging(model, last=a == accumulate - 1):
+                backward(net, batch, text, schedule, settings, 1 / accumulate)
         nn.utils.clip_grad_norm_(denoiser.parameters(), settings["clip"] or math.inf, foreach=True)
         optimizer.step()
         update_ema(ema, denoiser, settings["ema"])

@@ -2,7 +2,7 @@
 
     python SD_TrainVAE.py --images data/shapes/images --model tiny --size 64 --out runs/vae --resume
     python SD_TrainVAE.py --images data/openmoji/images --model small --size 128 --max_steps 20000 --batch 64 \
-        --lr 5e-4 --out runs/vae_openmoji
+        --out runs/vae_openmoji
     python encode_latents.py --images data/shapes/images --vae runs/vae/vae --size 64 --out data/shapes/latents
 
 The loss per value of pictures in -1..1 and per latent value, with z ~ N(mean, var) sampled anew at every step:
@@ -40,10 +40,10 @@ from safetensors.torch import load_file, save_file
 
 from data_pipeline import common
 from encode_latents import stream, write_json
-from SD_Convert import new_folder, save_vae
+from SD_Convert import checkpoint_problem, new_folder, save_vae
 from SD_ImageGen import DTYPES, grid, pick_device, save_png
 from SD_Model import PRESETS, VAE, InputError, run_cli, weights_hash
-from SD_Run import find_checkpoint, sha256
+from SD_Run import lock_run, sha256
 
 MAX_HELD_OUT = 256  # pictures that the PSNR is measured on
 MAX_MEASURED = 4096  # pictures that the latents' standard deviation is measured on
@@ -201,6 +201,21 @@ def save_checkpoint(run: Path, step: int, vae: VAE, ema: VAE, optimizers: list, 
 def checkpoint_folders(run: Path) -> list[Path]:
     """The run's checkpoints, newest first."""
     return sorted((run / "checkpoints").glob("step_*[0-9]"), key=lambda p: int(p.name[5:]), reverse=True)
+
+
+def find_checkpoint(run: Path, resume: str) -> Path | None:
+    """The checkpoint that --resume names; for 'latest' the newest whole one, None if there is none at all. InputError
+    if all are damaged."""
+    problems = []
+    for folder in checkpoint_folders(run) if resume == "latest" else [Path(resume)]:
+        problem = checkpoint_problem(folder)
+        if problem is None:
+            return folder
+        problems.append(f"{folder}: {problem}")
+        print(f"skipped checkpoint {problems[-1]}")
+    if problems:
+        raise InputError(f"a whole checkpoint was wanted, found {'; '.join(problems)}: delete it to start anew")
+    return None
 
 
 def same_config(config: dict, old: dict, where: Path):
@@ -404,8 +419,8 @@ def parse_args(argv=None):
 
     group = parser.add_argument_group("training")
     group.add_argument("--size", type=int, default=64, help="side in pixels of the square that is cut from the middle")
-    group.add_argument("--max_steps", type=int, default=1500, help="optimizer steps")
-    group.add_argument("--batch", type=int, default=16, help="pictures a step")
+    group.add_argument("--max_steps", type=int, default=2000, help="optimizer steps")
+    group.add_argument("--batch", type=int, default=8, help="pictures a step")
     group.add_argument(
         "--optimizer", choices=["muon", "adamw"], default="muon", help="of conv kernels; AdamW has the rest"
     )
@@ -421,9 +436,9 @@ def parse_args(argv=None):
 
     group = parser.add_argument_group("loss")
     group.add_argument("--l1_weight", type=float, default=1.0, help="mean |x - y|")
-    group.add_argument("--l2_weight", type=float, default=2.0, help="mean (x - y)^2")
+    group.add_argument("--l2_weight", type=float, default=8.0, help="mean (x - y)^2")
     group.add_argument("--edge_weight", type=float, default=0.0, help="mean |grad x - grad y|")
-    group.add_argument("--kl_weight", type=float, default=1e-4, help="mean KL, in nats a latent value")
+    group.add_argument("--kl_weight", type=float, default=1e-3, help="mean KL, in nats a latent value")
 
     group = parser.add_argument_group("machine")
     group.add_argument(
@@ -469,8 +484,9 @@ def main(argv=None):
         return
     write_json(run / "config.json", config | {"images": args.images, "device": str(device), "torch": torch.__version__})
     begin = time.perf_counter()
-    ema = train(args, config, train_set, held_out, device)
-    result = finish(args, config, ema, train_set, held_out, device)
+    with lock_run(run):
+        ema = train(args, config, train_set, held_out, device)
+        result = finish(args, config, ema, train_set, held_out, device)
     print(
         f"{run / 'vae'}: {result['psnr']:.2f} dB on {len(held_out)} held-out pictures; latents had a standard "
         f"deviation of {result['latents']['std']:.3f}, so scaling_factor is {result['scaling_factor']:.4f}; "

@@ -97,6 +97,36 @@ def test_loss_terms_against_their_definitions():
     assert terms["loss"] == pytest.approx(float(sum(weights[n] * terms[n] for n in weights)), rel=1e-5)
 
 
+def test_posterior_starts_narrow():
+    vae = SD_TrainVAE.new_vae("tiny", 0)
+    with torch.no_grad():
+        _, logvar = vae.moments(torch.rand(2, 3, 16, 16) * 2 - 1)
+    assert (0.5 * logvar).exp().numpy() == pytest.approx(0.05, rel=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(8, 72), (96, 36), (5, 5)])
+def test_orthogonalised_keeps_directions_and_evens_lengths(shape):
+    """U S V' becomes about U V', for singular values over two decades, whatever the scale."""
+    rank = min(shape)
+    u, _, v = torch.linalg.svd(torch.randn(shape, generator=torch.Generator().manual_seed(0)), full_matrices=False)
+    matrix = 1e-4 * u @ torch.diag(torch.logspace(0, -2, rank)) @ v
+    lengths = u.T @ SD_TrainVAE.orthogonalised(matrix) @ v.T
+    diagonal = lengths.diagonal()
+    assert (lengths - torch.diag(diagonal)).abs().max() < 1e-3
+    assert 0.3 < diagonal.min() and diagonal.max() < 1.3
+
+
+def test_muon_steps_down_a_badly_scaled_valley():
+    """One step moves a kernel by lr in every direction, against the gradient; momentum and decay are its own."""
+    p = torch.nn.Parameter(torch.eye(4).reshape(4, 4, 1, 1))
+    muon = SD_TrainVAE.Muon([p], lr=0.1, weight_decay=0.5)
+    p.grad = torch.diag(torch.tensor([1.0, 0.5, 0.2, 0.1])).reshape(4, 4, 1, 1)
+    muon.step()
+    moved = torch.eye(4) * (1 - 0.1 * 0.5) - p.detach().flatten(1)
+    assert (moved.diagonal() > 0.06).all() and (moved.diagonal() < 0.13).all()
+    assert (moved - torch.diag(moved.diagonal())).abs().max() < 1e-3
+
+
 def test_order_and_noise_belong_to_the_step():
     count, batch = 10, 4
     seen = np.concatenate([SD_TrainVAE.batch_indices(5, step, batch, count) for step in range(10)])
