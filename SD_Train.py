@@ -17,6 +17,7 @@ moment goes on as if nothing had happened.
 import argparse
 import contextlib
 import copy
+import gc
 import json
 import math
 import os
@@ -993,6 +994,10 @@ def main(argv=None):
         lock.close()
     if world > 1:
         dist.barrier()
+        # DDP goes first. Were it the group's last owner, its destructor would wait, with Python's lock in hand, for
+        # gloo's threads, and these sometimes wait for that lock (seen with torch 2.13).
+        del model, net
+        gc.collect()
         dist.destroy_process_group()
     if saver and saver.failed_last:
         raise SystemExit("error: the last checkpoint could not be written; free some disk and run again with --resume")
@@ -1136,6 +1141,8 @@ def benchmark(steps: int, settings: dict, denoiser: Denoiser, schedule, memory, 
             "card": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__,
         }))  # fmt: skip
     if world > 1:
+        del model, net  # as at the end of main
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -115,6 +115,7 @@ def stream(tars: list[Path], size: int, batch: int, workers: int, pin: bool = Fa
         collate_fn=_as_it_is,
         worker_init_fn=_one_thread,
         prefetch_factor=2 if workers else None,
+        multiprocessing_context="spawn" if workers else None,  # a fork of a process whose OpenCV has threads can hang
     )
     try:
         for number, item in enumerate(loader):

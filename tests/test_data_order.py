@@ -1,0 +1,346 @@
+"""SD_Data.py: which pictures, in which order, with which noise; and data that are cut, missing or lying."""
+
+import json
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "faults"))
+import micro
+
+import SD_Data
+import SD_Model
+from data_pipeline import common
+from SD_Data import Batch, LatentStore, Prefetcher, SampleOrder, Source, Split, make_batch, validation_batch
+
+
+class FakeSplit:
+    """A Split of n pictures whose latents are constant: picture i is all i."""
+
+    def __init__(self, n: int, shape=(4, 2, 2), moments=False):
+        self.ids, self.moments, self.shape = np.arange(n * 3, dtype=np.uint16).reshape(n, 3) + 1, moments, shape
+        self.keys = pa.chunked_array([[f"s/{i}" for i in range(n)]])
+
+    def __len__(self):
+        return len(self.ids)
+
+    def latents(self, index):
+        return np.ones((len(index), *self.shape), np.float32) * np.asarray(index, np.float32)[:, None, None, None]
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    return micro.make_data(tmp_path / "data", {"a": 60, "b": 20})
+
+
+def source(root: Path, name: str, weight=None, cap=None) -> Source:
+    return Source(name, weight, cap, root / name / "dataset", root / name / "latents")
+
+
+def split_of(sources: list[Source], fraction=1.0) -> Split:
+    return Split(sources, [LatentStore(s.latents, pretouch=True) for s in sources], "train", fraction)
+
+
+# --- order
+
+
+def test_an_epoch_is_a_permutation_and_each_is_another():
+    order = SampleOrder([50], None, seed=3)
+    epochs = [order.at(np.arange(e * 50, e * 50 + 50)) for e in range(4)]
+    assert all(sorted(e) == list(range(50)) for e in epochs)
+    assert len({tuple(e) for e in epochs}) == 4
+    assert (SampleOrder([50], None, seed=4).epoch(0) != epochs[0]).any()
+    # the answer does not depend on what was asked before, nor on how the positions are cut
+    fresh = SampleOrder([50], None, seed=3)
+    assert (fresh.at(np.arange(120, 180)) == np.concatenate(epochs)[120:180]).all()
+    assert (
+        np.concatenate([fresh.at(np.arange(i, i + 7)) for i in range(0, 196, 7)]) == np.concatenate(epochs)[:196]
+    ).all()
+
+
+def test_a_source_runs_through_all_its_pictures_before_one_comes_again():
+    order = SampleOrder([30, 70], [0.5, 0.5], seed=0)
+    seen = order.at(np.arange(1200))
+    for first, size in ((0, 30), (30, 70)):
+        own = seen[(seen >= first) & (seen < first + size)]
+        assert all(len(set(own[i : i + size])) == size for i in range(0, len(own) - size, size))
+
+
+@pytest.mark.parametrize("weights", [[0.37, 0.44, 0.09, 0.10], None])
+def test_weights_hold_over_any_window(weights):
+    sizes = [213, 250, 51, 58]
+    order, total = SampleOrder(sizes, weights, seed=1), sum(sizes)
+    which = np.repeat(np.arange(4), sizes)[order.at(np.arange(5 * total))]
+    share = np.array(weights or sizes) / np.sum(weights or sizes)
+
+    def worst(which):
+        """Largest distance from the wanted count over windows that start and end anywhere."""
+        taken = np.concatenate([np.zeros((1, 4)), np.cumsum(which[:, None] == np.arange(4), axis=0)])
+        drift = taken - np.arange(len(taken))[:, None] * share
+        return (drift.max(axis=0) - drift.min(axis=0)).max()
+
+    assert worst(which) < 8
+    drawn = np.random.default_rng(0).choice(4, len(which), p=share)  # control: weights that hold on average alone
+    assert worst(drawn) > 25
+
+
+def test_caps_and_fractions_go_by_the_key(root):
+    everything = split_of([source(root, "a")])
+    keys = everything.keys.to_pylist()
+    by_hash = sorted(keys, key=common.key_fraction)
+    for cap in (5, 20):
+        assert set(split_of([source(root, "a", cap=cap)]).keys.to_pylist()) == set(by_hash[:cap])
+    half = split_of([source(root, "a")], 0.5).keys.to_pylist()
+    assert half == [k for k in keys if common.key_fraction(k) < 0.5] and 15 < len(half) < 45
+    both = split_of([source(root, "a", cap=40), source(root, "b")], 0.5)
+    assert both.sizes == [min(40, len(half)), len([k for k in both.keys.to_pylist() if k.startswith("b/")])]
+    assert split_of([source(root, "a", cap=1000)]).sizes == [60]
+
+
+def test_latents_captions_and_ids_stay_with_their_key(root):
+    sources = [source(root, "a"), source(root, "b", cap=7)]
+    split = split_of(sources, 0.7)
+    for s in sources:
+        stored = {}
+        for path in sorted(s.latents.glob("*.parquet")):
+            array, table = np.load(path.with_suffix(".npy")), pq.read_table(path)
+            stored |= {k: array[r] for k, r in zip(table["image_key"].to_pylist(), table["row"].to_pylist())}
+        keys, ids, captions = SD_Data.read_split(s.dataset, "train")
+        told = dict(zip(keys.to_pylist(), zip(ids.tolist(), captions.to_pylist())))
+        for i, key in enumerate(split.keys.to_pylist()):
+            if key in stored:
+                assert (split.latents(np.array([i]))[0] == stored[key]).all()
+                assert (split.ids[i].tolist(), split.captions[i].as_py()) == told[key]
+
+
+@pytest.mark.parametrize("text", ["a:x", "a:-1", "a:0", "a:nan", "a:inf", "a:1:0", "a:1:2:3", ":1", "a:1,b", ""])
+def test_faulty_mixtures_are_refused(text):
+    with pytest.raises(SD_Model.InputError, match="--data wants"):
+        SD_Data.parse_sources({"dataset": None, "data_root": "data", "data": text})
+
+
+def test_mixtures_are_parsed():
+    a, b = SD_Data.parse_sources({"dataset": None, "data_root": "d", "data": "a:0.5, b:2:10"})
+    assert (a.weight, a.cap, b.weight, b.cap, b.latents) == (0.5, None, 2.0, 10, Path("d/b/latents"))
+
+
+# --- samples
+
+
+def test_a_sample_depends_on_seed_and_position_alone():
+    split, order, null = FakeSplit(40), SampleOrder([40], None, 0), np.zeros(3, np.int64)
+
+    def samples(cuts, seed=0, **kw):
+        parts = [make_batch(split, order, np.arange(a, b), null, 0.3, seed, 1000, **kw) for a, b in zip(cuts, cuts[1:])]
+        return [torch.cat(x) for x in zip(*(p[:4] for p in parts))], sum(p.seen for p in parts) % 2**64
+
+    whole, seen = samples([0, 100])
+    for cuts in ([0, 3, 50, 99, 100], list(range(101))):
+        cut, seen_too = samples(cuts)
+        assert all(torch.equal(a, b) for a, b in zip(whole, cut)) and seen == seen_too
+    other, _ = samples([0, 100], seed=1)
+    assert not torch.equal(whole[1], other[1]) and not torch.equal(whole[2], other[2])
+    # no noise and no run of timesteps twice, in the second epoch either
+    assert len({n.numpy().tobytes() for n in whole[1]}) == 100
+    assert whole[2][:40].tolist() != whole[2][40:80].tolist()
+
+
+def test_noise_and_timesteps_have_their_distributions():
+    batch = make_batch(FakeSplit(9), SampleOrder([9], None, 0), np.arange(20000), np.zeros(3, int), 0, 0, 1000)
+    assert abs(float(batch.noise.mean())) < 0.01 and abs(float(batch.noise.std()) - 1) < 0.01
+    counts = torch.bincount(batch.t // 100, minlength=10)
+    assert batch.t.min() == 0 and batch.t.max() == 999 and (counts - 2000).abs().max() < 200
+
+
+def test_caption_dropout():
+    """CASES 8: 0.100 +- 0.0064 over 20,000 samples; it varies inside a batch; dropped samples get the null's ids."""
+    null = np.array([9007, 9008, 9009])
+    batch = make_batch(FakeSplit(50), SampleOrder([50], None, 0), np.arange(20000), null, 0.1, 0, 1000)
+    dropped = (batch.ids == torch.tensor(null)).all(dim=1)
+    assert abs(float(dropped.float().mean()) - 0.1) < 0.0064
+    by_batch = dropped.reshape(-1, 50).sum(dim=1)
+    assert 0 < by_batch.float().mean() < 50 and len(by_batch.unique()) > 5
+    kept = make_batch(FakeSplit(50), SampleOrder([50], None, 0), np.arange(200), null, 0.0, 0, 1000)
+    assert not (kept.ids == torch.tensor(null)).all(dim=1).any()
+    # what does not concern the caption is the same whatever the rate
+    assert torch.equal(kept.noise, batch.noise[:200]) and torch.equal(kept.t, batch.t[:200])
+
+
+def test_offset_noise():
+    args = (FakeSplit(9, (4, 8, 8)), SampleOrder([9], None, 0), np.arange(4000), np.zeros(3, int), 0, 0, 1000)
+    plain, offset = make_batch(*args), make_batch(*args, offset=0.5)
+    added = offset.noise - plain.noise  # constant over each channel, of the asked deviation, another in each
+    assert float((added - added.mean(dim=(2, 3), keepdim=True)).abs().max()) < 1e-5
+    assert abs(float(added[:, :, 0, 0].std()) - 0.5) < 0.02
+    assert abs(float(torch.corrcoef(added[:, :2, 0, 0].T)[0, 1])) < 0.1
+    assert torch.equal(plain.t, offset.t)
+
+
+def test_moments_are_drawn_from():
+    class Moments(FakeSplit):
+        def latents(self, index):
+            return np.concatenate(
+                [np.full((len(index), 4, 2, 2), 3.0), np.full((len(index), 4, 2, 2), -2.0)], axis=1
+            ).astype(np.float32)
+
+    batch = make_batch(
+        Moments(5, moments=True), SampleOrder([5], None, 0), np.arange(3000), np.zeros(3, int), 0, 0, 1000
+    )
+    assert batch.latents.shape == (3000, 4, 2, 2)
+    assert abs(float(batch.latents.mean()) - 3) < 0.02 and abs(float(batch.latents.std()) - np.exp(-1)) < 0.02
+    assert abs(float(torch.corrcoef(torch.stack([batch.latents.flatten(), batch.noise.flatten()]))[0, 1])) < 0.03
+
+
+def test_seen_tells_positions_and_keys_apart():
+    h = SD_Data.seen_hash
+    assert (h(0, "a") + h(1, "b")) % 2**64 != (h(0, "b") + h(1, "a")) % 2**64
+    assert h(1, "1 a") != h(11, "a") and 0 <= h(0, "a") < 2**64
+
+
+def test_validation_is_fixed_and_stratified():
+    split = FakeSplit(300)
+    a, b = (validation_batch(split, 200, "val", 0, 1000) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(a[:4], b[:4]))
+    assert torch.bincount(a.t * 10 // 1000).tolist() == [20] * 10
+    assert len(set(a.latents[:, 0, 0, 0].tolist())) == 200
+    other = validation_batch(split, 200, "train", 0, 1000)
+    assert not torch.equal(a.noise, other.noise)
+    assert len(validation_batch(FakeSplit(5), 200, "val", 0, 1000).t) == 5  # fewer pictures than asked
+
+
+# --- the loader's thread
+
+
+def one(p) -> Batch:
+    return Batch(*(torch.tensor([p]) for _ in range(4)), p)
+
+
+def test_prefetcher_gives_all_in_order():
+    loader = Prefetcher(one, range(20), torch.device("cpu"))
+    assert [loader.next().seen for _ in range(20)] == list(range(20))
+    loader.close()
+
+
+def test_prefetcher_passes_errors_on_and_closes_whatever_waits():
+    def make(p):
+        if p == 6:
+            raise RuntimeError("a bad disk")
+        return one(p)
+
+    loader = Prefetcher(make, range(20), torch.device("cpu"))
+    assert [loader.next().seen for _ in range(6)] == list(range(6))
+    with pytest.raises(RuntimeError, match="a bad disk"):
+        loader.next()
+    loader.close()
+    # closed while the queue is full, and while the error waits behind a full queue
+    for positions in (range(20), range(2, 20)):
+        loader = Prefetcher(make, positions, torch.device("cpu"))
+        time.sleep(0.3)
+        closing = threading.Thread(target=loader.close, daemon=True)
+        closing.start()
+        closing.join(5)
+        assert not closing.is_alive()
+
+
+# --- data that are cut, missing or lying
+
+
+def damage(path: Path, how: str):
+    data = path.read_bytes()
+    path.write_bytes({"empty": b"", "cut": data[: len(data) // 2], "cut header": data[:40]}[how])
+
+
+@pytest.mark.parametrize("how", ["empty", "cut", "cut header"])
+@pytest.mark.parametrize("name", ["00001.npy", "00001.parquet"])
+def test_cut_latents_are_left_out_and_counted(root, name, how):
+    """CASES 24."""
+    damage(root / "a/latents" / name, how)
+    split = split_of([source(root, "a")])
+    assert split.unreadable == 1
+    whole = {
+        k for n in ("00000", "00002") for k in pq.read_table(root / f"a/latents/{n}.parquet")["image_key"].to_pylist()
+    }
+    assert set(split.keys.to_pylist()) == {k for k in whole if int(k[-9:]) >= 8}  # the first 8 are held out
+    assert split.missing == 60 - len(split) > 0
+    assert np.isfinite(split.latents(np.arange(len(split)))).all()
+
+
+def test_index_of_another_shard_is_left_out(root):
+    np.save(root / "a/latents/00001.npy", np.zeros((3, 4, 8, 8), np.float16))
+    assert split_of([source(root, "a")]).unreadable == 1
+
+
+def test_folder_of_single_files(root):
+    """A .npy a picture: the same samples as packed; cut and empty files are counted."""
+    packed = split_of([source(root, "a")])
+    folder = root / "a/latents"
+    for path in sorted(folder.glob("*.parquet")):
+        array, table = np.load(path.with_suffix(".npy")), pq.read_table(path)
+        for key, row in zip(table["image_key"].to_pylist(), table["row"].to_pylist()):
+            file = folder / f"{key.removeprefix('a/')}.npy"
+            file.parent.mkdir(exist_ok=True)
+            np.save(file, array[row])
+        path.unlink(), path.with_suffix(".npy").unlink()
+    single = split_of([source(root, "a")])
+    assert single.keys.to_pylist() == packed.keys.to_pylist()
+    assert (single.latents(np.arange(60)) == packed.latents(np.arange(60))).all()
+    files = sorted(folder.rglob("*.npy"))
+    damage(files[20], "empty"), damage(files[30], "cut")
+    assert split_of([source(root, "a")]).unreadable == 2 and len(split_of([source(root, "a")])) == 58
+
+
+def edited(path: Path, **changes):
+    manifest = json.loads(path.read_text())
+    for name, value in changes.items():
+        manifest.pop(name) if value is None else manifest.update({name: value})
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("changes", [{"count": 99}, {"vae": None}, {"size": None}, {"complete": False}])
+def test_faulty_latent_manifests_are_refused(root, changes):
+    edited(root / "a/latents/manifest.json", **changes)
+    with pytest.raises(SD_Model.InputError):
+        split_of([source(root, "a")])
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", "{}", "{"])
+def test_damaged_manifests_are_refused(root, content):
+    for folder in ("latents", "dataset"):
+        path = root / "a" / folder / "manifest.json"
+        kept = path.read_text()
+        path.unlink() if content is None else path.write_text(content)
+        with pytest.raises(SD_Model.InputError):
+            split_of([source(root, "a")])
+        path.write_text(kept)
+    split_of([source(root, "a")])
+
+
+def test_lying_dataset_manifests_are_refused(root):
+    edited(root / "a/dataset/manifest.json", counts={"train": 61, "val": 8})
+    with pytest.raises(SD_Model.InputError, match="61 train rows, and 60 are there"):
+        split_of([source(root, "a")])
+
+
+def test_cut_datasets_are_refused(root):
+    damage(root / "a/dataset/train/data.arrow", "cut")
+    with pytest.raises(SD_Model.InputError, match="05"):
+        split_of([source(root, "a")])
+
+
+def test_mixed_shapes_are_refused(root):
+    np.save(root / "a/latents/00001.npy", np.zeros((23, 4, 4, 4), np.float16))
+    with pytest.raises(SD_Model.InputError, match="differ in shape"):
+        split_of([source(root, "a")])
+
+
+def test_counts_of_draws():
+    order = SampleOrder([10, 90], [0.5, 0.5], 0)
+    assert Counter((order.epoch(0) < 10).tolist()) == {True: 50, False: 50}
