@@ -1,0 +1,1032 @@
+"""SD_Train.py: exact resume, exact scaling, faults survived, bad input refused. Trainings of milliseconds a step, each
+in a forked process of its own (tests/faults/micro.py); tests/faults/run.py attacks harder and longer."""
+
+import errno
+import itertools
+import json
+import math
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parent / "faults"))
+import micro
+from micro import contents, flags, rows, start, start_ranks, status_of
+
+import SD_Convert
+import SD_Data
+import SD_ImageGen
+import SD_Model
+import SD_Run
+import SD_Train
+
+GOLDEN = Path(__file__).parent / "golden" / "train_micro.json"
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> Path:
+    """Two sources: `things` of 42 pictures (10.5 steps of 4 an epoch), `few` of 10."""
+    return micro.make_data(tmp_path_factory.mktemp("micro") / "data", {"things": 42, "few": 10})
+
+
+def train(data: Path, out: Path, *more, hook=None, world=1, expect=0, **environment) -> str:
+    """Train to the end in one or more processes; returns what they printed."""
+    output = out.with_name(out.name + ".txt")
+    argv = flags(data, out, *more)
+    pids = (
+        start_ranks(world, argv, output, hook, **environment)
+        if world > 1
+        else [start(argv, output, hook, **environment)]
+    )
+    statuses, text = [status_of(pid) for pid in pids], output.read_text()
+    assert all(s == expect for s in statuses), (statuses, text[-3000:])
+    return text
+
+
+def column(out: Path, name: str) -> list:
+    return [row[name] for row in rows(out)]
+
+
+def last_checkpoint(out: Path) -> Path:
+    return micro.checkpoints(out)[-1]
+
+
+def assert_equal_runs(a: Path, b: Path, settings=True):
+    assert micro.differences(a, b, settings) == []
+
+
+def patched(name: str, wrapper):
+    """A hook for micro.start: SD_Train.name becomes wrapper(the original)."""
+
+    def hook(*_):
+        setattr(SD_Train, name, wrapper(getattr(SD_Train, name)))
+
+    return hook
+
+
+def killed_in(call: int):
+    """A hook: kill -9 in this call of backward, counted from 0 over all micro-batches, after a save under way."""
+
+    def wrapper(real):
+        count = iter(range(10**9))
+
+        def backward(*args):
+            if next(count) == call:
+                [t.join() for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args)
+
+        return backward
+
+    return patched("backward", wrapper)
+
+
+@pytest.fixture(scope="session")
+def plain(data, tmp_path_factory) -> Path:
+    """An undisturbed run of 12 steps of 4."""
+    out = tmp_path_factory.mktemp("plain") / "run"
+    train(data, out, curves=True)
+    return out
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Exact resume
+# ----------------------------------------------------------------------------------------------------------------
+
+TEXT = ("--train_text_encoder", "--zero_init", "none", "--text_lr", 0.5)
+CASES = {
+    "mid-epoch": ((), 7),
+    "epoch's edge": (("--batch", 6, "--save_steps", 7), 7),  # 42 pictures: step 7 ends the first epoch
+    "in an accumulation window": (("--batch", 2, "--accumulate", 2), 15),
+    "between saves and log lines": (("--log_steps", 5, "--save_steps", 4), 9),
+    "text encoder": (TEXT, 8),
+    "mixture, v, offset, adaptive clipping": (
+        ("--data", "things:0.7,few:0.3:8", "--prediction", "v", "--zero_terminal_snr", "--offset_noise", 0.1,
+         "--adaptive_clip", 1.05, "--lr_schedule", "linear"), 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_resume_after_kill_is_exact(case, data, plain, tmp_path):
+    """CASES 1, 2, 15, 16."""
+    more, call = CASES[case]
+    whole, cut = plain, tmp_path / "cut"
+    if more:
+        whole = tmp_path / "whole"
+        train(data, whole, *more)
+    train(data, cut, *more, hook=killed_in(call), expect=-signal.SIGKILL)
+    assert 0 < json.loads((last_checkpoint(cut) / "state.json").read_text())["step"] < 12
+    train(data, cut, *more, "--resume")
+    assert_equal_runs(whole, cut)
+
+
+def test_resume_in_a_later_phase(data, plain, tmp_path):
+    more = ("--init_from", plain, "--phase", "openmoji", "--max_steps", 9, "--data", "few")
+    train(data, tmp_path / "whole", *more)
+    train(data, tmp_path / "cut", *more, hook=killed_in(5), expect=-signal.SIGKILL)
+    train(data, tmp_path / "cut", *more, "--resume")
+    assert_equal_runs(tmp_path / "whole", tmp_path / "cut")
+    assert column(tmp_path / "whole", "loss")[0] != column(plain, "loss")[0]
+
+
+@pytest.mark.parametrize("text", [(), TEXT])
+def test_resume_of_two_ranks_is_exact(text, data, tmp_path):
+    more = ("--batch", 2, "--accumulate", 2, "--save_steps", 4, *text)
+    train(data, tmp_path / "whole", *more, world=2)
+    train(data, tmp_path / "cut", *more, world=2, hook=killed_in(13), expect=-signal.SIGKILL)
+    train(data, tmp_path / "cut", *more, "--resume", world=2)
+    assert_equal_runs(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_two_ranks_resume_on_another_number(world, data, tmp_path):
+    """The next unseen image comes next, and the global batch of 12 stays."""
+    more = ("--batch", 2, "--accumulate", 3, "--max_steps", 6)
+    train(data, tmp_path / "whole", *more, world=2)
+    train(data, tmp_path / "cut", *more, "--stop_at", 3, world=2)
+    train(data, tmp_path / "cut", "--batch", 2, "--max_steps", 6, "--without", "accumulate", "--resume", world=world)
+    assert column(tmp_path / "whole", "seen") == column(tmp_path / "cut", "seen")
+    assert column(tmp_path / "whole", "lr") == column(tmp_path / "cut", "lr")
+    assert np.allclose(column(tmp_path / "whole", "loss"), column(tmp_path / "cut", "loss"), rtol=0, atol=1e-5)
+    state = json.loads((last_checkpoint(tmp_path / "cut") / "state.json").read_text())
+    assert (state["global_batch"], state["images"], state["settings"]["accumulate"]) == (12, 72, 6 // world)
+
+
+def test_other_global_batch_is_refused(data, plain, tmp_path):
+    shutil.copytree(plain, tmp_path / "run")
+    text = train(data, tmp_path / "run", "--resume", "--batch", 3, expect=2)
+    assert "global batch is 4" in text
+
+
+def test_seen_is_what_the_order_says(data, plain):
+    """CASES 1: every key once an epoch, the next epoch in another order; proved by the field `seen`."""
+    settings = json.loads((plain / "config.json").read_text())
+    sources = SD_Data.parse_sources(settings)
+    split = SD_Data.Split(sources, [SD_Data.LatentStore(s.latents, False) for s in sources], "train", 1.0)
+    order = SD_Data.SampleOrder(split.sizes, None, settings["seed"])
+    keys = split.keys.take(order.at(np.arange(48))).to_pylist()
+    assert sorted(keys[:42]) == sorted(split.keys.to_pylist()) and keys[:6] != keys[42:48]
+    sums = list(itertools.accumulate(SD_Data.seen_hash(i, key) for i, key in enumerate(keys)))
+    assert column(plain, "seen") == [f"{sums[4 * n + 3] % 2**64:016x}" for n in range(12)]
+    assert column(plain, "images") == [4 * n + 4 for n in range(12)]
+
+
+def test_steps_are_optimizer_steps(data, tmp_path):
+    """CASES 2: accumulation 4, save at 10, resume, stop at 20: 40 micro-batches each time, and 20 is the end."""
+    calls = tmp_path / "calls"
+
+    def count(real):
+        def backward(*args):
+            with open(calls, "a") as f:
+                f.write("x")
+            return real(*args)
+
+        return backward
+
+    more = ("--batch", 1, "--accumulate", 4, "--max_steps", 20, "--save_steps", 10, "--val_steps", 0)
+    train(data, tmp_path / "run", *more, "--stop_at", 10, hook=patched("backward", count))
+    assert len(calls.read_text()) == 40 and last_checkpoint(tmp_path / "run").name == "step_00000010"
+    text = train(data, tmp_path / "run", *more, "--resume", hook=patched("backward", count))
+    assert "from step 10" in text and len(calls.read_text()) == 80
+    assert column(tmp_path / "run", "step") == list(range(1, 21))
+    steps = {int(t) for k, t in contents(last_checkpoint(tmp_path / "run"))[0].items() if k.endswith("/step")}
+    assert steps == {20}  # AdamW's own counter
+    train(data, tmp_path / "run", *more, "--resume", hook=patched("backward", count))  # done already
+    assert len(calls.read_text()) == 80
+
+
+def test_learning_rate_after_resume(data, plain, tmp_path):
+    """CASES 16: another --lr is applied; what cannot change is refused by name."""
+    run = tmp_path / "run"
+    train(data, run, "--stop_at", 6)
+    train(data, run, "--resume", "--lr", 5e-4)
+    before, after = column(plain, "lr"), column(run, "lr")
+    assert after[:6] == before[:6] and np.allclose(after[6:], np.array(before[6:]) / 2, rtol=1e-12)
+    for flag, value in (("--seed", 2), ("--drop", 0.5), ("--prediction", "v")):
+        assert f"{flag} {value} differs" in train(data, run, "--resume", flag, value, expect=2)
+
+
+def test_optimizer_goes_on(data, plain, tmp_path):
+    """CASES 15: from a checkpoint loaded to the CPU, one step: n -> n + 1, parameters as without the stop."""
+    for split in ([7], [6, 7]):
+        for stop in split:
+            train(data, tmp_path / f"run{len(split)}", "--stop_at", stop, "--resume")
+    one, two = (contents(last_checkpoint(tmp_path / f"run{n}"))[0] for n in (1, 2))
+    assert {float(t) for k, t in two.items() if k.endswith("/step")} == {7.0}
+    assert max(float((one[k] - two[k]).abs().max()) for k in one) == 0  # the promise is 1e-6
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Exact scaling
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_and_accumulation_make_the_same_run(data, tmp_path):
+    """1 x 4 = 2 x 2 = 4 x 1 (ranks x accumulation); CASES 3: noise differs over ranks, weights do not."""
+    ends = []
+    for world in (1, 2, 4):
+        out = tmp_path / f"ranks{world}"
+        more = (
+            "--batch",
+            3,
+            "--accumulate",
+            4 // world,
+            "--max_steps",
+            8,
+            "--zero_init",
+            "none",
+            "--lr_schedule",
+            "constant",
+        )
+        train(data, out, *more, world=world, hook=recorder(tmp_path / f"noise{world}"), LOCAL_RANK=0)
+        ends.append((out, contents(last_checkpoint(out))[0]))
+        by_rank = [set(json.loads(f.read_text())) for f in sorted(tmp_path.glob(f"noise{world}_*"))]
+        assert len(by_rank) == world and all(len(noise) == 8 * 12 // world for noise in by_rank)
+        assert len(set.union(*by_rank)) == 8 * 12  # none twice, on whatever rank: the same set for all
+        ends[-1] += (set.union(*by_rank),)
+    (one, weights, noise), *others = ends
+    for out, other_weights, other_noise in others:
+        assert noise == other_noise
+        assert column(one, "seen") == column(out, "seen")
+        assert np.allclose(column(one, "loss"), column(out, "loss"), rtol=0, atol=1e-6)
+        for row, other in zip(rows(one, "validation.jsonl"), rows(out, "validation.jsonl")):
+            assert row["loss"] == pytest.approx(other["loss"], abs=1e-6)
+        moved = {k for k in weights if "optimizer" not in k}
+        assert max(float((weights[k] - other_weights[k]).abs().max()) for k in moved) < 1e-4
+
+
+def recorder(prefix: Path):
+    """A hook: each rank writes hashes of the noise it trained on, and checks that all ranks end with the same weights.
+    Every rank is told LOCAL_RANK=0, as the first ones of several machines are."""
+
+    def hook(rank=0):
+        seen, real, real_destroy = [], SD_Train.backward, dist.destroy_process_group
+
+        def backward(net, batch, *args):
+            seen.extend(hash(x.numpy().tobytes()) for x in batch.noise)
+            prefix.with_name(f"{prefix.name}_{rank}").write_text(json.dumps(seen))
+            return real(net, batch, *args)
+
+        SD_Train.backward = backward
+        real_wrap = SD_Train.wrap
+
+        def wrap(denoiser, *args):
+            def destroy():
+                own = torch.cat([p.detach().flatten() for p in denoiser.parameters()])
+                low, high = own.clone(), own.clone()
+                dist.all_reduce(low, dist.ReduceOp.MIN), dist.all_reduce(high, dist.ReduceOp.MAX)
+                assert torch.equal(low, high)
+                real_destroy()
+
+            dist.destroy_process_group = destroy
+            return real_wrap(denoiser, *args)
+
+        SD_Train.wrap = wrap
+
+    return hook
+
+
+def test_torchrun_equals_one_process(data, tmp_path):
+    """50 steps at a constant lr of 1e-3: the same losses to 1e-5. A real torchrun, gloo."""
+    more = ("--batch", 2, "--max_steps", 50, "--save_steps", 25, "--sample_steps", 25, "--val_steps", 10,
+            "--lr_schedule", "constant", "--warmup", 0, "--zero_init", "none")  # fmt: skip
+    train(data, tmp_path / "one", *more, "--accumulate", 2)
+    argv = flags(data, tmp_path / "two", *more)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={micro.free_port()}",
+         micro.__file__, *argv], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, two = (np.array(column(tmp_path / name, "loss")) for name in ("one", "two"))
+    assert len(one) == 50 and np.abs(one - two).max() < 1e-5
+    assert column(tmp_path / "one", "seen") == column(tmp_path / "two", "seen")
+    start, end = (contents(c)[0] for c in sorted((tmp_path / "one/checkpoints").iterdir()))
+    assert max(float((start[k] - end[k]).abs().max()) for k in start if k.startswith("unet.s")) > 1e-3  # weights moved
+
+
+def test_gradients_are_averaged_once():
+    """CASES 4: two gloo ranks, a zero weight, inputs [1, 3] and [2, 8], loss out/2, accumulation 2: 3.5 on both."""
+
+    def gradients(rank: int, context, send):
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        dist.init_process_group("gloo")
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        reduced = []
+        model.register_comm_hook(None, lambda _, bucket: reduced.append(1) or averaged(bucket))
+        for a, x in enumerate([[1.0, 3.0], [2.0, 8.0]][rank]):
+            with context(model, a == 1):
+                (model(torch.tensor([[x]])).sum() / 2).backward()
+        os.write(send, f"{model.module.weight.grad.item()} {len(reduced)}\n".encode())
+        dist.barrier()
+        dist.destroy_process_group()
+
+    def averaged(bucket):
+        return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda f: f.value()[0])
+
+    def wrong(model, last):  # averages in every micro-batch
+        return SD_Train.averaging(model, True)
+
+    for context, expected in ((SD_Train.averaging, ["3.5 1"] * 2), (wrong, ["3.5 2"] * 2)):
+        port, (receive, send) = micro.free_port(), os.pipe()
+        pids = []
+        for rank in range(2):
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                try:
+                    gradients(rank, context, send)
+                finally:
+                    os._exit(0)
+        [os.waitpid(pid, 0) for pid in pids]
+        assert os.read(receive, 1000).decode().splitlines() == expected
+
+
+def test_saves_and_previews_every_step_do_not_hang(data, tmp_path):
+    """CASES 14: two ranks, all they do at every step, and no collective that only one joins."""
+    often = ("--save_steps", 1, "--sample_steps", 1, "--val_steps", 1, "--keep_last", 1, "--max_steps", 5)
+    started = time.time()
+    train(data, tmp_path / "run", *often, world=2)
+    assert time.time() - started < 60
+    assert [c.name for c in (tmp_path / "run/checkpoints").iterdir()] == ["step_00000005"]
+    assert len(list((tmp_path / "run/samples").glob("*.png"))) == 5
+
+
+def test_disagreeing_ranks_stop(data, plain, tmp_path):
+    """As when the second machine does not see the first one's run folder: an error, not a hang."""
+    shutil.copytree(plain, tmp_path / "run")
+    shutil.rmtree(last_checkpoint(tmp_path / "run"))
+    output, port = tmp_path / "out.txt", micro.free_port()
+    argv = [flags(data, tmp_path / name, "--resume", "--batch", 2) for name in ("run", "elsewhere")]
+    pids = [start(a, output, RANK=r, LOCAL_RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+            for r, a in enumerate(argv)]  # fmt: skip
+    assert [status_of(p) for p in pids] == [2, 2]
+    assert "processes disagree on where to go on" in output.read_text()
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Checkpoints
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def failing_write(step: int, how):
+    """A hook: writing the checkpoint of this step ends half-way with how()."""
+
+    def hook(*_):
+        real = SD_Run.write_checkpoint
+
+        def write(folder, snapshot):
+            if snapshot["state"]["step"] != step:
+                return real(folder, snapshot)
+            (folder / "unet.safetensors").write_bytes(b"half of it")
+            how()
+
+        SD_Run.write_checkpoint = write
+
+    return hook
+
+
+def full_disk():
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_full_disk_costs_only_that_checkpoint(data, plain, tmp_path):
+    """CASES 13: the error is seen, training goes on, the previous checkpoint stays, the next one is written."""
+    text = train(data, tmp_path / "run", hook=failing_write(6, full_disk))
+    assert "step_00000006 was not written" in text and "No space left" in text
+    assert [c.name[-2:] for c in sorted((tmp_path / "run/checkpoints").iterdir())] == ["03", "09", "12"]
+    assert_equal_runs(plain, tmp_path / "run")
+    # at the end of training it is an error, and --resume mends it
+    text = train(data, tmp_path / "last", hook=failing_write(12, full_disk), expect=1)
+    assert "could not be written" in text and last_checkpoint(tmp_path / "last").name[-2:] == "09"
+    train(data, tmp_path / "last", "--resume")
+    assert_equal_runs(plain, tmp_path / "last")
+    two = train(data, tmp_path / "two", "--batch", 2, world=2, hook=failing_write(6, full_disk))  # and no rank hangs
+    assert "step_00000006 was not written" in two
+
+
+def test_kill_in_a_save_costs_only_that_checkpoint(data, plain, tmp_path):
+    hook = failing_write(9, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    train(data, tmp_path / "run", hook=hook, expect=-signal.SIGKILL)
+    assert (tmp_path / "run/checkpoints/step_00000009.tmp").is_dir()
+    assert "from step 6" in train(data, tmp_path / "run", "--resume")
+    assert_equal_runs(plain, tmp_path / "run")
+    assert not list((tmp_path / "run").rglob("*.tmp"))
+
+
+def test_damaged_checkpoints_are_skipped_by_name(data, plain, tmp_path):
+    """A cut, a changed and an absent file, an empty manifest; they do not push sound ones out of --keep_last."""
+    run = tmp_path / "run"
+    train(data, run, "--stop_at", 9, "--save_steps", 1)
+    c = {n: run / f"checkpoints/step_{n:08d}" for n in range(1, 10)}
+    os.truncate(c[9] / "unet_ema.safetensors", 1000)
+    with open(c[8] / "optimizer.pt", "r+b") as f:
+        f.seek(500)
+        byte = f.read(1)
+        f.seek(500)
+        f.write(bytes([byte[0] ^ 1]))
+    (c[7] / "state.json").unlink()
+    (c[6] / "manifest.json").write_text("{}")
+    (c[5] / "manifest.json").write_text("[]")
+    text = train(data, run, "--resume", "--save_steps", 3, "--keep_last", 2)
+    for n, reason in (
+        (9, "unet_ema.safetensors differs"),
+        (8, "optimizer.pt differs"),
+        (7, "state.json"),
+        (6, "lacks"),
+    ):
+        assert f"skipping checkpoint step_{n:08d}: " in text and reason in text
+    assert "from step 4" in text
+    assert_equal_runs(plain, run, settings=False)
+    assert [c.name for c in sorted((run / "checkpoints").glob("step_????????"))] == ["step_00000009", "step_00000012"]
+    # named ones are refused, and so is a run that has none left
+    assert "not one (" in train(data, tmp_path / "new", "--resume", c[9].with_name("step_00000009.aside"), expect=2)
+    for checkpoint in (run / "checkpoints").glob("step_????????"):
+        (checkpoint / "model.json").unlink()
+    assert "no valid checkpoint is left" in train(data, run, "--resume", expect=2)
+
+
+def test_going_back_sets_later_checkpoints_aside(data, plain, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(plain, run)
+    train(data, run, "--resume", run / "checkpoints/step_00000003", "--stop_at", 7, "--keep_last", 2)
+    names = [c.name for c in sorted((run / "checkpoints").iterdir())]
+    assert names == ["step_00000006", "step_00000007", *(f"step_{n:08d}.aside" for n in (6, 9, 12))][:2] + names[2:]
+    assert {"step_00000006.aside", "step_00000009.aside", "step_00000012.aside"} <= set(names)
+    assert "from step 7" in train(data, run, "--resume")
+    assert_equal_runs(plain, run, settings=False)
+
+
+def test_keep_last_and_keep_every(data, tmp_path):
+    train(data, tmp_path / "run", "--save_steps", 1, "--keep_last", 2, "--keep_every", 5)
+    names = [int(c.name[5:]) for c in sorted((tmp_path / "run/checkpoints").iterdir())]
+    assert names == [5, 10, 11, 12]
+
+
+class Touch:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (self.path, "w"))
+
+
+def test_nothing_is_unpickled(data, plain, tmp_path):
+    """CASES 17: own checkpoints load with weights_only=True; a pickle that would touch a file does not."""
+    run, marker = tmp_path / "run", tmp_path / "marker"
+    shutil.copytree(plain, run)
+    torch.load(last_checkpoint(run) / "optimizer.pt", weights_only=True)
+    bad = run / "checkpoints/step_00000009"
+    torch.save({"state": Touch(str(marker))}, bad / "optimizer.pt")
+    manifest = json.loads((bad / "manifest.json").read_text())
+    manifest["optimizer.pt"] = SD_Run.sha256(bad / "optimizer.pt")
+    (bad / "manifest.json").write_text(json.dumps(manifest))
+    text = train(data, run, "--resume", bad, expect=2)
+    assert "optimizer.pt" in text and not marker.exists()
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(bad / "optimizer.pt", weights_only=True)
+    torch.load(bad / "optimizer.pt", weights_only=False)  # the control: it would have
+    assert marker.exists()
+
+
+def test_checkpoint_alone_can_paint(data, tmp_path):
+    train(
+        data,
+        tmp_path / "run",
+        *TEXT,
+        "--without",
+        "text_encoder",
+        "--tokenizer",
+        data / "tokenizer",
+        "--sample_steps",
+        12,
+    )
+    moved = shutil.copytree(last_checkpoint(tmp_path / "run"), tmp_path / "moved")
+    for weights in ("ema", "live"):
+        model = SD_Convert.open_model(moved, weights)
+        own = safetensors.torch.load_file(moved / ("unet_ema.safetensors" if weights == "ema" else "unet.safetensors"))
+        assert all(torch.equal(own[k], t) for k, t in model.unet().state_dict().items())
+        assert model.vae() and model.text_encoder()
+    assert not torch.equal(*(SD_Convert.open_model(moved, w).text_encoder().encode(["red 1"]) for w in ("ema", "live")))
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Signals
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def slowly(*_):
+    """A hook: steps and saves that can be hit."""
+    real, real_write = SD_Train.backward, SD_Run.write_checkpoint
+    SD_Train.backward = lambda *args: time.sleep(0.05) or real(*args)
+    SD_Run.write_checkpoint = lambda *args: time.sleep(0.4) or real_write(*args)
+
+
+def until(condition, seconds=60):
+    end = time.time() + seconds
+    while not condition():
+        assert time.time() < end, "nothing happened"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_signal_saves_and_says_how_to_go_on(first, data, plain, tmp_path):
+    """A second and a third signal, in the middle of the save, change nothing."""
+    out, output = tmp_path / "run", tmp_path / "out.txt"
+    pid = start(flags(data, out, "--save_steps", 100), output, slowly)
+    until(lambda: (out / "log.jsonl").exists() and len(rows(out)) >= 2)
+    os.kill(pid, first)
+    until(lambda: list(out.glob("checkpoints/*")))
+    os.kill(pid, signal.SIGTERM), os.kill(pid, signal.SIGINT)
+    assert status_of(pid) == 0
+    text = output.read_text()
+    assert SD_Run.resume_problem(last_checkpoint(out)) is None and "Traceback" not in text
+    step = json.loads((last_checkpoint(out) / "state.json").read_text())["step"]
+    assert f"stopped after step {step} of 12; go on with:" in text and step < 12
+    command = text.split("go on with:\n")[1].split("\n")[0].split()
+    assert command[:2] == ["python", "SD_Train.py"]
+    assert status_of(start(command[2:], output)) == 0
+    assert_equal_runs(plain, out, settings=False)
+
+
+def test_signal_to_one_of_two_ranks_stops_both(data, tmp_path):
+    out, output = tmp_path / "run", tmp_path / "out.txt"
+    pids = start_ranks(2, flags(data, out, "--save_steps", 100, "--batch", 2), output, slowly)
+    until(lambda: (out / "log.jsonl").exists() and len(rows(out)) >= 2)
+    os.kill(pids[1], signal.SIGTERM)
+    assert [status_of(p) for p in pids] == [0, 0]
+    assert SD_Run.resume_problem(last_checkpoint(out)) is None and len(rows(out)) < 12
+
+
+def test_resume_command(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["SD_Train.py"])
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    argv = ["--out", "my runs/1", "--resume", "a/b", "--stop_at", "5", "--stop_at=6", "--resume=latest", "--lr", "1"]
+    assert SD_Train.resume_command(argv) == "python SD_Train.py --out 'my runs/1' --lr 1 --resume"
+    assert SD_Train.resume_command(["--resume", "--lr", "1"]) == "python SD_Train.py --lr 1 --resume"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert SD_Train.resume_command([]) == "torchrun --nproc_per_node=2 SD_Train.py --resume"
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Numbers: NaN, EMA, validation, objectives, learning rate
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def poisoned(rank: int, steps: set[int], path: Path):
+    """A hook: this rank's latents are NaN in these steps (0, 1, ...)."""
+
+    def hook(own_rank=0):
+        real = SD_Train.make_batch
+
+        def make_batch(split, order, positions, *args):
+            batch = real(split, order, positions, *args)
+            if own_rank == rank and int(positions[0]) // 8 in steps:
+                batch.latents[0, 0, 0, 0] = math.nan
+            return batch
+
+        SD_Train.make_batch = make_batch
+
+    return hook
+
+
+def test_nan_on_one_rank_skips_the_step_on_all(data, tmp_path):
+    text = train(data, tmp_path / "run", world=2, hook=poisoned(1, {2, 3, 7}, tmp_path))
+    assert "step 3 skipped" in text and "step 8 skipped" in text and "(2 in a row)" in text
+    assert column(tmp_path / "run", "skipped") == [0, 0, 1, 1, 0, 0, 0, 1, 0, 0, 0, 0]
+    tensors, state = contents(last_checkpoint(tmp_path / "run"))
+    assert state["ema_updates"] == 9 and state["step"] == 12
+    assert all(t.isfinite().all() for t in tensors.values())
+    assert {float(t) for k, t in tensors.items() if k.endswith("/step")} == {9.0}
+
+
+def test_many_nan_steps_stop_with_advice(data, tmp_path):
+    text = train(
+        data, tmp_path / "run", "--max_skipped", 3, world=2, expect=1, hook=poisoned(0, set(range(5, 12)), tmp_path)
+    )
+    assert "3 steps in a row" in text and "look for NaN" in text and "Traceback" not in text
+    assert contents(last_checkpoint(tmp_path / "run"))[1]["step"] <= 6
+
+
+def test_how_often_one_looks_changes_nothing(data, plain, tmp_path):
+    """CASES 5: validation, samples and saves at every step or never: the same losses and weights."""
+    train(data, tmp_path / "often", "--val_steps", 1, "--sample_steps", 1, "--save_steps", 1)
+    train(data, tmp_path / "never", "--val_steps", 0, "--save_steps", 12)
+    for run in ("often", "never"):
+        assert rows(tmp_path / run) == rows(plain)
+        weights = contents(last_checkpoint(tmp_path / run))[0]
+        weights = {k: t for k, t in weights.items() if not k.startswith("vae")}
+        assert all(torch.equal(t, weights[k]) for k, t in contents(last_checkpoint(plain))[0].items())
+    each = {(r["step"], r["split"], r["weights"]): r for r in rows(tmp_path / "often", "validation.jsonl")}
+    assert len(each) == 12 * 4
+    for row in rows(plain, "validation.jsonl"):  # fixed pictures, noise and timesteps: the same number whenever
+        assert each[row["step"], row["split"], row["weights"]] == row
+        assert row["loss"] == pytest.approx(np.mean([b for b in row["bins"] if b is not None]), rel=0.2)
+    assert each[12, "val", "ema"]["loss"] != each[12, "val", "live"]["loss"]
+
+
+def test_ema_moves_in_fp32():
+    """CASES 6: 1.0 towards 1.01, decay 0.9999, 10,000 updates: 1.0063 in fp32; bf16 would stay."""
+    ends = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        ema, live = (torch.nn.Linear(1, 1, bias=False, dtype=dtype) for _ in range(2))
+        torch.nn.init.constant_(ema.weight, 1.0), torch.nn.init.constant_(live.weight, 1.01)
+        for _ in range(10_000):
+            SD_Train.update_ema(ema, live, 0.9999)
+        ends[dtype] = ema.weight.item()
+    assert ends[torch.float32] == pytest.approx(1.0063, abs=0.0005) and ends[torch.bfloat16] == 1.0
+    assert SD_Train.ema_decay(0.9999, 0) == 0.1 and SD_Train.ema_decay(0.9999, 10**6) == 0.9999
+    assert SD_Train.ema_decay(0.9999, 90) == pytest.approx(91 / 100)
+
+
+def test_ema_starts_its_warm_up_anew_in_a_new_phase(data, plain, tmp_path):
+    for which in ("same", "ema", "live"):
+        out = tmp_path / which
+        train(
+            data, out, "--init_from", plain, "--init_weights", which, "--lr", 1e-12, "--max_steps", 1, "--val_steps", 0
+        )
+        tensors, state = contents(last_checkpoint(out))
+        start = contents(last_checkpoint(plain))[0]
+        assert state["ema_updates"] == 1
+        for name in ("unet", "unet_ema"):
+            source = {"same": name, "ema": "unet_ema", "live": "unet"}[which]
+            key = "time_embed.0.weight"
+            if (which, name) != ("same", "unet_ema"):  # that one moved to live by 0.9
+                assert torch.allclose(
+                    tensors[f"{name}.safetensors/{key}"], start[f"{source}.safetensors/{key}"], atol=1e-7
+                )
+
+
+def test_null_caption_is_the_generators(data):
+    """CASES 8: what a dropped caption becomes is what an empty negative prompt is."""
+    encoder = SD_Model.TextEncoder.from_pretrained(str(data / "text_encoder"))
+    null = encoder.tokenize([""])
+    assert torch.equal(null, SD_ImageGen.chunk_ids(encoder, ""))
+    contexts, nulls = SD_ImageGen.encode_pairs(encoder, ["red 1"], [""])
+    with torch.no_grad():
+        assert torch.equal(nulls[0], encoder(null)[0]) and nulls[0].abs().max() > 0
+
+
+def test_latents_reach_the_unet_as_they_lie_on_disk(data, tmp_path):
+    """CASES 11, the loader's side: unit variance on disk is unit variance in the network, scaled by nobody."""
+    seen = tmp_path / "seen.json"
+
+    def wrapper(real):
+        def losses(net, batch, text, schedule):
+            if batch.latents.requires_grad is False and torch.is_grad_enabled():
+                old = json.loads(seen.read_text()) if seen.exists() else []
+                seen.write_text(json.dumps(old + [float(batch.latents.var())]))
+            return real(net, batch, text, schedule)
+
+        return losses
+
+    train(data, tmp_path / "run", hook=patched("sample_losses", wrapper))
+    variances = json.loads(seen.read_text())
+    assert len(variances) == 12 and np.mean(variances) == pytest.approx(1, abs=0.03)
+
+
+def test_loss_weights():
+    schedule = SD_Model.NoiseSchedule()
+    t = torch.tensor([0, 100, 250, 999])
+    snr = schedule.snr(t)
+    weigh = SD_Train.loss_weight
+    assert torch.allclose(
+        weigh(t, schedule, {"weighting": "min_snr", "gamma": 5}), torch.tensor([0.004254, 0.59144, 1, 1]), rtol=2e-4
+    )
+    assert (
+        weigh(t, schedule, {"weighting": "none", "gamma": 5})
+        == weigh(t, schedule, {"weighting": "min_snr", "gamma": 0})
+        == 1
+    )
+    debiased = weigh(t, schedule, {"weighting": "debiased", "gamma": 5})
+    assert torch.allclose(debiased, snr**-0.5) and debiased[-1] == pytest.approx(
+        1 / math.sqrt(0.004660 / (1 - 0.004660)), rel=1e-3
+    )
+    v = SD_Model.NoiseSchedule(prediction="v", zero_terminal_snr=True)
+    weights = weigh(t, v, {"weighting": "debiased", "gamma": 5})
+    assert weights.isfinite().all() and weights[-1] == 0
+    # the same objective in both parametrisations: v's error is sqrt(1 + 1/SNR) times epsilon's
+    v = SD_Model.NoiseSchedule(prediction="v")
+    for weighting in ("debiased", "min_snr"):
+        a, b = (weigh(t, s, {"weighting": weighting, "gamma": 5}) for s in (schedule, v))
+        assert torch.allclose(a * snr, b * (snr + 1), rtol=1e-4)
+
+
+def test_adaptive_clipping(data, plain, tmp_path):
+    limit = SD_Train.clip_limit
+    assert limit({"clip": 1.0, "adaptive_clip": 0}, 5.0) == 1.0
+    assert limit({"clip": 1.0, "adaptive_clip": 3}, 0.1) == pytest.approx(0.3)
+    assert limit({"clip": 1.0, "adaptive_clip": 3}, 0.0) == 1.0  # no mean yet
+    assert limit({"clip": 0, "adaptive_clip": 0}, 1.0) == math.inf
+    train(data, tmp_path / "run", "--adaptive_clip", 0.5, "--clip", 0)
+    assert column(tmp_path / "run", "loss")[:2] == column(plain, "loss")[:2]
+    assert column(tmp_path / "run", "loss")[2:] != column(plain, "loss")[2:]
+
+
+def test_learning_rate_schedules():
+    def at(step, **kw):
+        return SD_Train.lr_at(step, 101, {"lr": 1.0, "warmup": 10, "lr_schedule": "cosine"} | kw)
+
+    assert at(0) == pytest.approx(0.01) and at(5) == pytest.approx(0.505) and at(10) == pytest.approx(1)
+    assert at(55) == pytest.approx(0.505) and at(100) == pytest.approx(0.01)
+    assert at(32, lr_schedule="cosine") > at(32, lr_schedule="linear")
+    assert at(55, lr_schedule="linear") == pytest.approx(0.505) and at(99, lr_schedule="constant") == 1
+    assert at(0, warmup=0) == 1 and at(0, warmup=0, lr_schedule="constant") == 1
+
+
+def test_weight_decay_spares_biases_and_norms(data):
+    encoder = SD_Model.TextEncoder.from_pretrained(str(data / "text_encoder"))
+    net = SD_Train.Denoiser(SD_Model.UNet(SD_Model.PRESETS["micro"]["unet"]), encoder)
+    settings = {"text_lr": 0.1, "decay": 0.01, "lr": 1.0, "beta1": 0.8, "beta2": 0.99}
+    optimizer = SD_Train.make_optimizer(net, settings)
+    SD_Train.set_lr(optimizer, 0.5)
+    found = {id(p): (g["weight_decay"], g["lr"], g["betas"]) for g in optimizer.param_groups for p in g["params"]}
+    assert len(found) == len(list(net.parameters()))
+    for name, p in net.named_parameters():
+        decays = not (name.endswith("bias") or "norm" in name or p.ndim == 1)
+        assert found[id(p)] == (0.01 * decays, 0.05 if "text_encoder" in name else 0.5, (0.8, 0.99)), name
+
+
+def cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    words = {line.split(":")[0].strip(): line.split(":")[1].strip() for line in lines if ":" in line}
+    return " ".join([words.get("model name", "?"), words.get("cpu family", "?"), words.get("model", "?"),
+                     torch.backends.cpu.get_cpu_capability()])  # fmt: skip
+
+
+def test_golden_losses(data, tmp_path):
+    """20 steps of the micro network: bit for bit on the torch and processor the file names, to 1e-4 elsewhere.
+    Written anew by deleting the file and running this test."""
+    train(data, tmp_path / "run", "--max_steps", 20, "--zero_init", "none", "--val_steps", 10)
+    found = {"torch": torch.__version__, "cpu": cpu_name(), "loss": column(tmp_path / "run", "loss"),
+             "validation": [r["loss"] for r in rows(tmp_path / "run", "validation.jsonl")]}  # fmt: skip
+    if not GOLDEN.exists():
+        GOLDEN.parent.mkdir(exist_ok=True)
+        GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
+    golden = json.loads(GOLDEN.read_text())
+    if (golden["torch"], golden["cpu"]) == (found["torch"], found["cpu"]):
+        assert found == golden
+    for name in ("loss", "validation"):
+        assert np.allclose(found[name], golden[name], rtol=0, atol=1e-4)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Bad input: one sentence, status 2, nothing written
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def copied(data: Path, tmp_path: Path) -> Path:
+    """A copy of the data that may be spoiled; the VAE stays where the manifest says it is."""
+    return shutil.copytree(data, tmp_path / "data")
+
+
+def refused(data: Path, out: Path, *more, mentions: str):
+    text = train(data, out, *more, expect=2)
+    errors = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and mentions in errors[0], text
+    assert "Traceback" not in text and text.rstrip().endswith(errors[0])
+    assert not out.exists() or not any(out.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("more", "mentions"),
+    [
+        (("--phase", "nonsense"), "laion_broad, laion_hq"),
+        (("--phase", "8"), "a number from 1 to 7"),
+        (("--model", "huge"), "--model wants one of"),
+        (("--device", "tpu"), "--device tpu"),
+        (("--data", "nowhere"), "no manifest.json"),
+        (("--init_from", "no/such/model"), "no/such/model"),
+        (("--text_encoder", "no/such/encoder"), "no/such/encoder"),
+        (("--sample_prompts", "no/such/file"), "--sample_prompts wants"),
+        (("--resume", "no/such/checkpoint"), "--resume wants a whole checkpoint"),
+        (("--vae", "no/such/vae"), "no/such/vae"),
+        (("--size", "128"), "latents of 128 px were wanted"),
+        (("--model", "tiny"), "attends to a context 64 wide"),
+        (("--lr", "nan"), "--lr wants"),
+        (("--batch", "0"), "--batch wants"),
+        (("--drop", "1.5"), "--drop wants"),
+        (("--max_steps", "0"), "--max_steps wants"),
+        (("--beta2", "1"), "--beta2 wants"),
+        (("--dataset", "data"), "--dataset and --latents"),
+        (("--data", "things:2,few"), "weights for all sources or for none"),
+        (
+            ("--train_text_encoder", "--tokenizer", "no/such/tokenizer", "--without", "text_encoder"),
+            "no/such/tokenizer",
+        ),
+    ],
+)
+def test_bad_flags(more, mentions, data, tmp_path):
+    refused(data, tmp_path / "run", *more, mentions=mentions)
+
+
+def test_too_short_a_run(data, tmp_path):
+    refused(data, tmp_path / "run", "--without", "max_steps", "--epochs", 0.01, mentions="make no step")
+
+
+@pytest.mark.parametrize(
+    ("folder", "changes", "mentions"),
+    [
+        ("latents", {"scaled": False}, "scaled latents were wanted"),
+        ("latents", {"count": 51}, "tells of 51 latents, and 50 are there"),
+        ("latents", {"latent_shape": [4, 16, 16]}, "encode them again"),
+        ("dataset", {"counts": {"train": 43, "val": 8}}, "43 train rows, and 42 are there"),
+        ("dataset", {"tokenizer_hash": "0"}, "another tokenizer"),
+    ],
+)
+def test_lying_manifests(folder, changes, mentions, data, tmp_path):
+    spoiled = copied(data, tmp_path)
+    path = spoiled / "things" / folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    refused(spoiled, tmp_path / "run", mentions=mentions)
+
+
+def test_tokenizer_of_another_vocabulary(data, tmp_path):
+    micro.make_tokenizer(words=3).save_pretrained(tmp_path / "other")
+    more = ("--train_text_encoder", "--tokenizer", tmp_path / "other", "--without", "text_encoder")
+    refused(data, tmp_path / "run", *more, mentions="another tokenizer")
+
+
+def test_folder_in_use(data, plain, tmp_path):
+    before = sorted(p.name for p in plain.rglob("*"))
+    assert "holds a run already: add --resume" in train(data, plain, expect=2)
+    text = train(data, tmp_path / "run", "--resume", plain, "--max_steps", 13)  # elsewhere is a fork of the run
+    assert "from step 12" in text
+    assert "holds another run" in train(data, tmp_path / "run", "--resume", plain, expect=2)
+    assert sorted(p.name for p in plain.rglob("*")) == before
+
+
+def test_two_trainings_in_one_folder(data, tmp_path):
+    out = tmp_path / "run"
+    pid = start(flags(data, out, "--max_steps", 400), tmp_path / "first.txt", slowly)
+    until(lambda: (out / "log.jsonl").exists())
+    assert "another process is training in" in train(data, out, "--resume", expect=2)
+    os.kill(pid, signal.SIGTERM)
+    assert status_of(pid) == 0
+
+
+def test_preset_changed_since(data, plain, tmp_path):
+    run = shutil.copytree(plain, tmp_path / "run")
+    checkpoint = last_checkpoint(run)
+    model = json.loads((checkpoint / "model.json").read_text())
+    model["unet"]["num_heads"] = 4
+    (checkpoint / "model.json").write_text(json.dumps(model))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["model.json"] = SD_Run.sha256(checkpoint / "model.json")
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    assert "and the preset is now" in train(data, run, "--resume", expect=2)
+
+
+def test_cut_latents_are_survived_by_all_ranks(data, tmp_path):
+    """CASES 24: skipped, counted, and the ranks agree on the number of steps."""
+    spoiled = copied(data, tmp_path)
+    os.truncate(spoiled / "things/latents/00001.npy", 100)
+    os.truncate(spoiled / "few/latents/00000.npy", 0)
+    text = train(
+        spoiled,
+        tmp_path / "run",
+        "--data",
+        "things,few",
+        "--batch",
+        2,
+        "--without",
+        "max_steps",
+        "--epochs",
+        2,
+        world=2,
+    )
+    assert "2 unreadable latent files" in text and "done: " in text
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Log, plan, lineage
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def test_log_lines_have_what_others_rely_on(plain):
+    for row in map(json.loads, (plain / "log.jsonl").read_text().splitlines()):
+        assert {"step", "images", "epoch", "loss", "lr", "grad_norm", "images_per_s", "bins", "seen"} <= row.keys()
+    row = rows(plain)[0]
+    assert len(row["bins"]) == 10 and row["epoch"] == pytest.approx(4 / 42)
+    assert json.loads((plain / "config.json").read_text())["lr"] == 1e-3
+    assert (plain / "curves.png").stat().st_size > 10_000
+    state = json.loads((last_checkpoint(plain) / "state.json").read_text())
+    assert state["settings"]["batch"] == 4 and state["lineage"][-1]["images"] == 48 and state["data"]
+
+
+def test_loss_is_the_mean_over_samples(data, tmp_path):
+    """A line of the log over five steps is the mean of five lines of one."""
+    train(data, tmp_path / "five", "--log_steps", 4)
+    train(data, tmp_path / "one")
+    one = np.array(column(tmp_path / "one", "loss")).reshape(3, 4).mean(axis=1)
+    assert np.allclose(column(tmp_path / "five", "loss"), one, rtol=1e-6)
+
+
+def test_log_waits_for_room(tmp_path, monkeypatch, capsys):
+    log = SD_Run.Log(tmp_path, {"wandb": "disabled"}, 0)
+    log.write("log.jsonl", {"step": 1})
+    monkeypatch.setattr(os, "ftruncate", os.ftruncate)
+    real = open
+
+    class Full:
+        """A file on a disk with room for three bytes."""
+
+        def __init__(self, *args):
+            self.file = real(*args)
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+        def write(self, data):
+            self.file.write(data[:3])
+            self.file.flush()
+            full_disk()
+
+    monkeypatch.setattr(SD_Run, "open", Full, raising=False)
+    log.write("log.jsonl", {"step": 2})
+    log.write("log.jsonl", {"step": 3})
+    assert rows(tmp_path) == [{"step": 1}] and capsys.readouterr().err.count("cannot be written") == 1
+    monkeypatch.setattr(SD_Run, "open", real)
+    log.write("log.jsonl", {"step": 4})
+    assert rows(tmp_path) == [{"step": n} for n in (1, 2, 3, 4)]
+
+
+def test_wandb_that_fails_stops_nothing(data, plain, tmp_path):
+    """It cannot be started; or it fails later, at a picture."""
+    for name, code in (("start", "def init(**k): raise RuntimeError('no server')\nSettings = dict"),
+                       ("later", "class Run:\n def log(self, *a, **k): raise RuntimeError('gone')\n def finish(self): "
+                                 "raise RuntimeError\ndef init(**k): return Run()\nSettings = dict")):  # fmt: skip
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "wandb.py").write_text(code)
+
+        def hook(name=name):
+            sys.modules.pop("wandb", None)
+            sys.path.insert(0, str(tmp_path / name))
+
+        text = train(data, tmp_path / f"run_{name}", "--wandb", "offline", hook=hook)
+        assert text.count("wandb is off") == 1
+        assert rows(tmp_path / f"run_{name}") == rows(plain)
+
+
+def test_dry_run_plans_and_writes_no_run(data, tmp_path):
+    text = train(data, tmp_path / "run", "--dry_run", "--keep_last", 2, "--keep_every", 6)
+    assert "12 steps of 4 images, 1.14 epochs of 42" in text and '"lr": 0.001' in text
+    assert "4 checkpoints" in text and "3 kept at the end" in text
+    assert not (tmp_path / "run").exists() and (tmp_path / "run_lr.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("grad_checkpoint", ["none", "resblocks"])
+def test_activations_are_counted(grad_checkpoint):
+    """The fake forward keeps what a real one keeps; without checkpointing, hooks see all of it."""
+    settings = {"model": "micro", "size": 64, "dtype": "fp32", "grad_checkpoint": grad_checkpoint}
+    one, two, four = (SD_Train.activation_bytes(settings, n, torch.device("cpu")) for n in (1, 2, 4))
+    assert four - two == 2 * (two - one) > 0
+    net, kept, storages = SD_Model.UNet(SD_Model.PRESETS["micro"]["unet"]), [], {}
+    own = {p.untyped_storage().data_ptr() for p in net.parameters()}
+
+    def count(t):
+        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
+        net(torch.zeros(4, 4, 8, 8), torch.zeros(4), torch.zeros(4, SD_Model.TextEncoder.MAX_LENGTH, 16))
+    real = sum(n for p, n in storages.items() if p not in own)
+    if grad_checkpoint == "none":
+        assert four == pytest.approx(real, rel=0.02)
+    else:
+        assert 0.2 * real < four < 0.9 * real
+
+
+def test_lineage_can_be_printed(data, plain, tmp_path, capsys):
+    train(data, tmp_path / "second", "--init_from", plain, "--phase", "openmoji", "--data", "few", "--max_steps", 5)
+    SD_Convert.main([str(tmp_path / "second"), str(tmp_path / "model.safetensors"), "--format", "ldm"])
+    capsys.readouterr()
+    for model in (tmp_path / "second", last_checkpoint(tmp_path / "second"), tmp_path / "model.safetensors"):
+        SD_Run.main(["--lineage", str(model)])
+        text = capsys.readouterr().out
+        parent = SD_Model.weights_hash(SD_Convert.open_model(plain, "ema").unet())
+        assert f"1. demo, 48 images, EMA weights {parent[:16]}" in text and "2. openmoji, 20 images" in text
+        assert "things/latents  manifest" in text and "few/dataset  manifest" in text
+    SD_Run.main(["--plot", str(plain)])
+    with pytest.raises(SD_Model.InputError, match="no log.jsonl"):
+        SD_Run.main(["--plot", str(tmp_path)])
