@@ -459,17 +459,6 @@ def test_damaged_checkpoints_are_skipped_by_name(data, plain, tmp_path):
     assert "no valid checkpoint is left" in train(data, run, "--resume", expect=2)
 
 
-def test_going_back_sets_later_checkpoints_aside(data, plain, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(plain, run)
-    train(data, run, "--resume", run / "checkpoints/step_00000003", "--stop_at", 7, "--keep_last", 2)
-    names = [c.name for c in sorted((run / "checkpoints").iterdir())]
-    assert names == ["step_00000006", "step_00000007", *(f"step_{n:08d}.aside" for n in (6, 9, 12))][:2] + names[2:]
-    assert {"step_00000006.aside", "step_00000009.aside", "step_00000012.aside"} <= set(names)
-    assert "from step 7" in train(data, run, "--resume")
-    assert_equal_runs(plain, run, settings=False)
-
-
 def test_keep_last_and_keep_every(data, tmp_path):
     train(data, tmp_path / "run", "--save_steps", 1, "--keep_last", 2, "--keep_every", 5)
     names = [int(c.name[5:]) for c in sorted((tmp_path / "run/checkpoints").iterdir())]
