@@ -123,7 +123,7 @@ class LatentStore:
             keys, shards, rows = [], [], []
             for path in index:
                 try:
-                    table = pq.read_table(path, columns=["image_key", "row"])
+                    table = pq.ParquetFile(path).read(columns=["image_key", "row"])
                     row = table["row"].to_numpy()
                     array = np.load(path.with_suffix(".npy"), mmap_mode="r")
                     if array.ndim != 4 or row.max(initial=-1) >= len(array):

@@ -1017,32 +1017,43 @@ def rank_positions(first: int, end: int, global_batch: int, micro: int, accumula
 
 
 def activation_bytes(settings: dict, batch: int, device: torch.device) -> int:
-    """Bytes that a micro-batch of the UNet keeps for its backward, counted on fake tensors, which take no memory."""
+    """Bytes that a micro-batch of the UNet keeps for its backward, counted on fake tensors, which take no memory.
+
+    Of a checkpointed residual block, the inputs are kept, and the rest of one block at a time, while it is recomputed.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    preset, kept, storages = PRESETS[settings["model"]], [], {}
+    preset, kept, storages, begun, inside = PRESETS[settings["model"]], [], {}, [], []
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        storages[storage._cdata] = storage.nbytes()
-        kept.append(tensor)  # alive, so that no other storage gets its address
+        if storage._cdata not in weights:
+            storages[storage._cdata] = storage.nbytes()
+            kept.append(tensor)  # alive, so that no other storage gets its address
         return tensor
+
+    def enter(_, inputs):
+        for x in inputs:
+            count(x)
+        begun.append(sum(storages.values()))
+
+    def leave(*_):
+        inside.append(sum(storages.values()) - begun[-1])
 
     with FakeTensorMode(), torch.device(device):
         unet = UNet(preset["unet"])
-        unet.set_grad_checkpoint(settings["grad_checkpoint"] == "resblocks")
-        if settings["grad_checkpoint"] == "resblocks":  # of a checkpointed block, the inputs are kept
+        weights = {p.untyped_storage()._cdata for p in unet.parameters()}
+        if settings["grad_checkpoint"] == "resblocks":
             for m in unet.modules():
                 if isinstance(m, ResBlock):
-                    m.register_forward_pre_hook(lambda _, inputs: [count(x) for x in inputs] and None)
+                    m.register_forward_pre_hook(enter)
+                    m.register_forward_hook(leave)
         side = settings["size"] // preset["vae"].factor
         latents = torch.empty(batch, preset["unet"].in_channels, side, side)
         context = torch.empty(batch, TextEncoder.MAX_LENGTH, preset["unet"].context_dim)
-        t = torch.zeros(batch, dtype=torch.long)
-        weights = {p.untyped_storage()._cdata for p in unet.parameters()}
         with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
-            in_autocast(unet, device, settings["dtype"])(latents, t, context)
-    return sum(size for storage, size in storages.items() if storage not in weights)
+            in_autocast(unet, device, settings["dtype"])(latents, torch.zeros(batch, dtype=torch.long), context)
+    return sum(storages.values()) - sum(inside) + max(inside, default=0)
 
 
 def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncoder, device) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """SD_Train.py: exact resume, exact scaling, faults survived, bad input refused. Trainings of milliseconds a step, each
 in a forked process of its own (tests/faults/micro.py); tests/faults/run.py attacks harder and longer."""
 
+import copy
 import errno
 import itertools
 import json
@@ -44,7 +45,8 @@ def data(tmp_path_factory) -> Path:
 
 def train(data: Path, out: Path, *more, hook=None, world=1, expect=0, **environment) -> str:
     """Train to the end in one or more processes; returns what they printed."""
-    output = out.with_name(out.name + ".txt")
+    output = (out.parent if out.parent.is_dir() else out.parent.parent) / f"{out.name}.txt"
+    output.unlink(missing_ok=True)
     argv = flags(data, out, *more)
     pids = (
         start_ranks(world, argv, output, hook, **environment)
@@ -142,9 +144,8 @@ def test_resume_in_a_later_phase(data, plain, tmp_path):
     assert column(tmp_path / "whole", "loss")[0] != column(plain, "loss")[0]
 
 
-@pytest.mark.parametrize("text", [(), TEXT])
-def test_resume_of_two_ranks_is_exact(text, data, tmp_path):
-    more = ("--batch", 2, "--accumulate", 2, "--save_steps", 4, *text)
+def test_resume_of_two_ranks_is_exact(data, tmp_path):
+    more = ("--batch", 2, "--accumulate", 2, "--save_steps", 4, *TEXT)
     train(data, tmp_path / "whole", *more, world=2)
     train(data, tmp_path / "cut", *more, world=2, hook=killed_in(13), expect=-signal.SIGKILL)
     train(data, tmp_path / "cut", *more, "--resume", world=2)
@@ -301,7 +302,7 @@ def recorder(prefix: Path):
 
 def test_torchrun_equals_one_process(data, tmp_path):
     """50 steps at a constant lr of 1e-3: the same losses to 1e-5. A real torchrun, gloo."""
-    more = ("--batch", 2, "--max_steps", 50, "--save_steps", 25, "--sample_steps", 25, "--val_steps", 10,
+    more = ("--batch", 2, "--max_steps", 50, "--save_steps", 25, "--val_steps", 50,
             "--lr_schedule", "constant", "--warmup", 0, "--zero_init", "none")  # fmt: skip
     train(data, tmp_path / "one", *more, "--accumulate", 2)
     argv = flags(data, tmp_path / "two", *more)
@@ -333,7 +334,7 @@ def test_gradients_are_averaged_once():
                 (model(torch.tensor([[x]])).sum() / 2).backward()
         os.write(send, f"{model.module.weight.grad.item()} {len(reduced)}\n".encode())
         dist.barrier()
-        dist.destroy_process_group()
+        os._exit(0)  # at once: a DDP that outlives its group can hang
 
     def averaged(bucket):
         return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda f: f.value()[0])
@@ -357,12 +358,12 @@ def test_gradients_are_averaged_once():
 
 def test_saves_and_previews_every_step_do_not_hang(data, tmp_path):
     """CASES 14: two ranks, all they do at every step, and no collective that only one joins."""
-    often = ("--save_steps", 1, "--sample_steps", 1, "--val_steps", 1, "--keep_last", 1, "--max_steps", 5)
+    often = ("--save_steps", 1, "--sample_steps", 1, "--val_steps", 1, "--keep_last", 1, "--max_steps", 4)
     started = time.time()
     train(data, tmp_path / "run", *often, world=2)
     assert time.time() - started < 60
-    assert [c.name for c in (tmp_path / "run/checkpoints").iterdir()] == ["step_00000005"]
-    assert len(list((tmp_path / "run/samples").glob("*.png"))) == 5
+    assert [c.name for c in (tmp_path / "run/checkpoints").iterdir()] == ["step_00000004"]
+    assert len(list((tmp_path / "run/samples").glob("*.png"))) == 4
 
 
 def test_disagreeing_ranks_stop(data, plain, tmp_path):
@@ -457,6 +458,16 @@ def test_damaged_checkpoints_are_skipped_by_name(data, plain, tmp_path):
     for checkpoint in (run / "checkpoints").glob("step_????????"):
         (checkpoint / "model.json").unlink()
     assert "no valid checkpoint is left" in train(data, run, "--resume", expect=2)
+
+
+def test_going_back_sets_later_checkpoints_aside(data, plain, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(plain, run)
+    train(data, run, "--resume", run / "checkpoints/step_00000003", "--stop_at", 7, "--keep_last", 2)
+    names = {c.name for c in (run / "checkpoints").iterdir()}
+    assert names == {"step_00000006", "step_00000007", *(f"step_{n:08d}.aside" for n in (6, 9, 12))}
+    assert "from step 7" in train(data, run, "--resume")
+    assert_equal_runs(plain, run, settings=False)
 
 
 def test_keep_last_and_keep_every(data, tmp_path):
@@ -612,7 +623,7 @@ def test_many_nan_steps_stop_with_advice(data, tmp_path):
 
 def test_how_often_one_looks_changes_nothing(data, plain, tmp_path):
     """CASES 5: validation, samples and saves at every step or never: the same losses and weights."""
-    train(data, tmp_path / "often", "--val_steps", 1, "--sample_steps", 1, "--save_steps", 1)
+    train(data, tmp_path / "often", "--val_steps", 1, "--sample_steps", 3, "--save_steps", 1)
     train(data, tmp_path / "never", "--val_steps", 0, "--save_steps", 12)
     for run in ("often", "never"):
         assert rows(tmp_path / run) == rows(plain)
@@ -625,6 +636,39 @@ def test_how_often_one_looks_changes_nothing(data, plain, tmp_path):
         assert each[row["step"], row["split"], row["weights"]] == row
         assert row["loss"] == pytest.approx(np.mean([b for b in row["bins"] if b is not None]), rel=0.2)
     assert each[12, "val", "ema"]["loss"] != each[12, "val", "live"]["loss"]
+
+
+def test_validation_and_samples_leave_weights_and_random_state_alone(data, tmp_path):
+    """CASES 5, on the functions themselves, with dropout, which draws random numbers when it is on."""
+    torch.manual_seed(0)
+    config = SD_Model.UNetConfig(channels=(8, 16), attention=(False, True), num_res_blocks=1, num_heads=2,
+                                 context_dim=16, norm_groups=4, dropout=0.5)  # fmt: skip
+    encoder = SD_Model.TextEncoder.from_pretrained(str(data / "text_encoder"))
+    net, schedule = SD_Train.Denoiser(SD_Model.UNet(config, "none"), encoder), SD_Model.NoiseSchedule()
+    net.train()
+    batch = SD_Data.Batch(
+        torch.randn(8, 4, 8, 8), torch.randn(8, 4, 8, 8), torch.arange(8) * 100, encoder.tokenize(["a"] * 8)
+    )
+    before, state = SD_Model.weights_hash(net), torch.get_rng_state()
+    losses = [
+        SD_Train.validate(net, "fp32", batch, lambda ids: ids, schedule, 3, torch.device("cpu"), 0, 1) for _ in "ab"
+    ]
+    assert losses[0] == losses[1] and losses[0]["bins"][8:] == [None, None]
+    settings = {"dtype": "fp32", "size": 64, "sample_cfg": 3.0}
+    vae = SD_Convert.load_vae(data / "vae")
+    SD_Train.sample_grid(
+        tmp_path / "grid.png",
+        copy.deepcopy(net).eval(),
+        encoder,
+        vae,
+        schedule,
+        ["a", "b"],
+        settings,
+        torch.device("cpu"),
+    )
+    assert (tmp_path / "grid.png").exists()
+    assert SD_Model.weights_hash(net) == before and torch.equal(torch.get_rng_state(), state)
+    assert all(m.training for m in net.unet.modules())
 
 
 def test_ema_moves_in_fp32():
@@ -712,6 +756,26 @@ def test_loss_weights():
     for weighting in ("debiased", "min_snr"):
         a, b = (weigh(t, s, {"weighting": weighting, "gamma": 5}) for s in (schedule, v))
         assert torch.allclose(a * snr, b * (snr + 1), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [("--offset_noise", 0.5), ("--weighting", "debiased"), ("--gamma", 1), ("--prediction", "v")],
+)
+def test_flags_of_the_objective_reach_it(more, data, plain, tmp_path):
+    train(data, tmp_path / "run", *more, "--max_steps", 1, "--val_steps", 0)
+    assert column(tmp_path / "run", "loss")[0] != column(plain, "loss")[0]
+
+
+def test_v_and_zero_terminal_snr_run(data, tmp_path):
+    more = ("--prediction", "v", "--zero_terminal_snr", "--betas", "squaredcos_cap_v2", "--weighting", "debiased")
+    train(data, tmp_path / "run", *more, "--sample_steps", 12)
+    losses = column(tmp_path / "run", "loss")
+    assert len(losses) == 12 and np.isfinite(losses).all()
+    told = json.loads((last_checkpoint(tmp_path / "run") / "model.json").read_text())["schedule"]
+    assert (told["prediction"], told["zero_terminal_snr"], told["betas"]) == ("v", True, "squaredcos_cap_v2")
+    assert "add --prediction v" in train(data, tmp_path / "next", "--init_from", tmp_path / "run", expect=2)
+    assert "wants --prediction v" in train(data, tmp_path / "next", "--zero_terminal_snr", expect=2)
 
 
 def test_adaptive_clipping(data, plain, tmp_path):
@@ -826,6 +890,25 @@ def test_too_short_a_run(data, tmp_path):
     refused(data, tmp_path / "run", "--without", "max_steps", "--epochs", 0.01, mentions="make no step")
 
 
+def test_vae_of_other_latents(data, tmp_path):
+    torch.manual_seed(1)
+    SD_Convert.save_vae(SD_Model.VAE(SD_Model.PRESETS["micro"]["vae"]), tmp_path / "other")
+    refused(data, tmp_path / "run", "--vae", tmp_path / "other", mentions="made with another VAE")
+    refused(data, tmp_path / "run", "--vae", tmp_path / "other", "--sample_steps", 5, mentions="made with another VAE")
+
+
+def test_latents_of_another_vae_than_the_parents(data, plain, tmp_path):
+    spoiled = copied(data, tmp_path)
+    path = spoiled / "things/latents/manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["vae"]["hash"] = "0" * 64
+    path.write_text(json.dumps(manifest))
+    refused(spoiled, tmp_path / "run", "--init_from", plain, mentions="another VAE")
+    refused(spoiled, tmp_path / "run", "--data", "things,few", mentions="different VAEs")
+    run = shutil.copytree(plain, tmp_path / "resumed")
+    assert "data changed since the checkpoint (things/latents)" in train(spoiled, run, "--resume", expect=2)
+
+
 @pytest.mark.parametrize(
     ("folder", "changes", "mentions"),
     [
@@ -847,6 +930,11 @@ def test_tokenizer_of_another_vocabulary(data, tmp_path):
     micro.make_tokenizer(words=3).save_pretrained(tmp_path / "other")
     more = ("--train_text_encoder", "--tokenizer", tmp_path / "other", "--without", "text_encoder")
     refused(data, tmp_path / "run", *more, mentions="another tokenizer")
+
+
+def test_folder_that_cannot_be_written(data, tmp_path):
+    (tmp_path / "file").write_text("")
+    refused(data, tmp_path / "file/run", mentions="--out wants a folder that can be written")
 
 
 def test_folder_in_use(data, plain, tmp_path):

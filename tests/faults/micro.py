@@ -35,7 +35,7 @@ from data_pipeline import common  # noqa: E402
 SIZE, LENGTH = 64, 12  # pixels a side, token ids a caption
 SD_Model.PRESETS["micro"] = dict(
     unet=SD_Model.UNetConfig(
-        channels=(8, 16), attention=(False, True), num_res_blocks=1, num_heads=2, context_dim=16, norm_groups=4
+        channels=(16,), attention=(True,), num_res_blocks=1, num_heads=2, context_dim=16, norm_groups=4
     ),
     vae=SD_Model.VAEConfig(channels=(8,), num_res_blocks=0, norm_groups=4, mid_attention=False, patch=8),
     text=dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2),
@@ -91,6 +91,7 @@ def make_data(root: Path, sizes: dict[str, int], held_out: int = 8) -> Path:
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(root / "tokenizer")
     SD_Model.TextEncoder.new(SD_Model.PRESETS["micro"]["text"], tokenizer).save(root / "text_encoder")
+    SD_Model.TextEncoder.from_pretrained(str(root / "text_encoder"))  # so that forks find its imports and tables made
     for seed, (source, size) in enumerate(sizes.items()):
         keys = [f"{source}/{i // 100:05d}/{i:09d}" for i in range(size + held_out)]
         write_dataset(root / source / "dataset", tokenizer, {"train": keys[held_out:], "val": keys[:held_out]})

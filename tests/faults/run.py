@@ -133,12 +133,13 @@ def kill(f: Faults, kills: int):
                 time.sleep(f.rng.uniform(0, 0.02))
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)  # so that what was hit can be looked at
-            if list(out.glob("checkpoints/*.tmp")):
-                when["while one was written"] += 1
-            when["after it" if checkpoints(out) else "before the first checkpoint"] += 1
+            writing, saved = bool(list(out.glob("checkpoints/*.tmp"))), bool(checkpoints(out))
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
-            hits += any([status_of(pid) == -signal.SIGKILL for pid in pids])
+            if any([status_of(pid) == -signal.SIGKILL for pid in pids]):  # else it had ended before
+                hits += 1
+                when["after it" if saved else "before the first checkpoint"] += 1
+                when["while one was written"] += writing
         f.count("kill -9", f.ends_like_whole(out, world), hits)
         done += hits
         shutil.rmtree(out.parent)
