@@ -11,7 +11,7 @@ endif
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test test_slow lint clean_demo
+.PHONY: demo test test_slow faults lint clean_demo
 
 demo: $(VENV)/installed
 	$(PY) demo/run.py
@@ -22,6 +22,9 @@ test: $(VENV)/installed_dev
 
 test_slow: $(VENV)/installed_dev
 	$(PY) -m pytest -m "slow and not gpu"
+
+faults: $(VENV)/installed_dev
+	$(PY) tests/faults/run.py
 
 lint: $(VENV)/installed_dev
 	$(PY) -m ruff check . && $(PY) -m ruff format --check .
