@@ -18,9 +18,6 @@ import hashlib
 import json
 from pathlib import Path
 
-import cv2
-import numpy as np
-
 import common
 
 
@@ -87,19 +84,11 @@ def write_shard(path: Path, number: int, files: list[tuple[str, str]], folder: P
             height, width = image.shape[:2]
             about = {"url": f"file:{common.clean_text(file)}", "original_width": width, "original_height": height}
             if size is not None:
-                data, extension = encode_jpeg(common.resize_crop(image, size)), "jpg"
+                data, extension = common.encode_jpeg(common.resize_crop(image, size)), "jpg"
                 width = height = size
             about.update(width=width, height=height)
             shard.add(f"{number:05d}{place:04d}", data, extension, caption, about)
     return len(files)
-
-
-def encode_jpeg(image: np.ndarray) -> bytes:
-    """RGB uint8 [H, W, 3] as a JPEG of quality 95."""
-    ok, data = cv2.imencode(".jpg", np.ascontiguousarray(image[:, :, ::-1]), [cv2.IMWRITE_JPEG_QUALITY, 95])
-    if not ok:
-        raise ValueError(f"cannot encode an image of shape {image.shape}")
-    return data.tobytes()
 
 
 def main() -> None:

@@ -837,6 +837,14 @@ def resize_crop(image: np.ndarray, size: int, crop: str = "center") -> np.ndarra
     return np.ascontiguousarray(image)
 
 
+def encode_jpeg(image: np.ndarray) -> bytes:
+    """RGB uint8 [H, W, 3] as a JPEG of quality 95."""
+    ok, data = cv2.imencode(".jpg", np.ascontiguousarray(image[:, :, ::-1]), [cv2.IMWRITE_JPEG_QUALITY, 95])
+    if not ok:
+        raise ValueError(f"cannot encode an image of shape {image.shape}")
+    return data.tobytes()
+
+
 def encode_png(image: np.ndarray) -> bytes:
     """RGB uint8 [H, W, 3] as a PNG."""
     ok, data = cv2.imencode(".png", np.ascontiguousarray(image[:, :, ::-1]), [cv2.IMWRITE_PNG_COMPRESSION, 3])

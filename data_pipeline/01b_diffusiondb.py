@@ -1,0 +1,121 @@
+"""DiffusionDB's zip parts into WebDataset tars of square JPEGs.
+
+    python data_pipeline/01b_diffusiondb.py --hub_id poloclub/diffusiondb --out data/diffusiondb --workers 8
+    python data_pipeline/01b_diffusiondb.py --path /mnt/diffusiondb --out data/diffusiondb --parts 1-20
+    python data_pipeline/01b_diffusiondb.py --url https://mirror.org/diffusiondb --large --parts 1-100 --out data/ddb
+
+A part is images/part-000001.zip (with --large diffusiondb-large-part-1/part-000001.zip, from 10001 on in -part-2):
+1,000 PNG or WebP and part-000001.json, which has their prompts and settings. Each part becomes one tar; a part that was
+downloaded is deleted once its tar is there, and none is ever unpacked to disk. metadata.parquet (with --large
+metadata-large.parquet) gives the NSFW scores of prompt and picture, the larger of which becomes `punsafe`, for
+02_filter.py; --no_metadata does without.
+
+Run the same command again to go on after a stop. What is left out is counted by reason.
+"""
+
+import argparse
+import functools
+import json
+import re
+import zipfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import sources
+
+import common
+
+MAX_PARTS = {False: 2_000, True: 14_000}
+SETTINGS = {"se": "seed", "c": "cfg", "st": "steps", "sa": "sampler"}  # the JSON's names, and ours
+
+
+def part_name(number: int, large: bool) -> str:
+    """Where a part lies in the data set, e.g. images/part-000001.zip."""
+    folder = f"diffusiondb-large-part-{1 if number <= 10_000 else 2}" if large else "images"
+    return f"{folder}/part-{number:06d}.zip"
+
+
+def parse_parts(text: str, large: bool) -> range:
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last <= MAX_PARTS[large]:
+        common.fail(f"--parts is {text}: give a number or a range such as 1-500, from 1 to {MAX_PARTS[large]:,}")
+    return range(first, last + 1)
+
+
+def read_prompts(archive: zipfile.ZipFile, part: str) -> dict[str, dict]:
+    """What a part's JSON says of each picture; fails in one sentence."""
+    names = [name for name in archive.namelist() if name.rpartition("/")[2] == f"{part}.json"]
+    try:
+        prompts = json.loads(sources.read_zip(archive, archive.getinfo(names[0])))
+        return {name: entry for name, entry in prompts.items() if isinstance(entry, dict)}
+    except (IndexError, ValueError, AttributeError, common.Reject) as error:
+        common.fail(f"{archive.filename} has no readable {part}.json ({error}): get that part again")
+
+
+def read_scores(metadata: Path | None, number: int) -> dict[str, float]:
+    """The larger NSFW score by picture of a part; none if there is no metadata."""
+    if metadata is None:
+        return {}
+    columns = ["image_name", "image_nsfw", "prompt_nsfw"]
+    try:
+        table = pq.read_table(metadata, columns=columns, filters=[("part_id", "=", number)])
+    except (OSError, KeyError, pa.ArrowInvalid) as error:
+        reason = str(error).splitlines()[0]
+        common.fail(f"{metadata} cannot be read as DiffusionDB's metadata ({reason}): get it again, or --no_metadata")
+    rows = zip(*(table[name].to_pylist() for name in columns), strict=True)
+    return {name: max(scores) for name, *scores in rows if None not in scores}
+
+
+def write_shard(path: Path, place: int, parts: list[int], origin: dict, large: bool, raw: Path, metadata, size, side):
+    """Writes one part into one shard; returns 1."""
+    number = parts[0]
+    zip_path = sources.fetch(origin, part_name(number, large), raw)
+    prompts, scores = None, read_scores(metadata, number)
+    with sources.open_zip(zip_path) as archive, common.ShardWriter(path) as shard:
+        prompts = read_prompts(archive, zip_path.stem)
+        seen = set()
+        for info in archive.infolist():
+            name = info.filename.rpartition("/")[2]
+            if info.is_dir() or not sources.is_picture(name):
+                continue
+            if name in seen:
+                shard.reject("duplicate_key")
+                continue
+            entry, key = prompts.get(name, {}), f"{number:06d}{len(seen):04d}"
+            seen.add(name)
+            about = {ours: entry.get(theirs) for theirs, ours in SETTINGS.items()}
+            about |= {"url": f"diffusiondb:{zip_path.stem}/{name}", "punsafe": scores.get(name)}
+            caption = common.clean_text(entry["p"]).strip() if isinstance(entry.get("p"), str) else ""
+            sources.add_picture(
+                shard, key, functools.partial(sources.read_zip, archive, info), caption, about, size, side
+            )
+    sources.open_zip.cache_clear()
+    sources.forget(origin, zip_path)
+    return 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    sources.add_arguments(parser, "local copy of the data set", "address of a copy of the data set", True, None)
+    parser.add_argument("--parts", default="1-500", help="a range of parts")
+    parser.add_argument("--large", action="store_true", help="DiffusionDB large (14 million) instead of 2M")
+    parser.add_argument("--no_metadata", action="store_true", help="do without the NSFW scores")
+    args = parser.parse_args()
+    sources.check_arguments(args)
+    parts = parse_parts(args.parts, args.large)
+    images, raw = args.out / "images", args.out / "raw"
+    origin = sources.origin_of(args, images)
+    settings = {name: getattr(args, name) for name in ("parts", "large", "no_metadata", "size", "min_side")}
+    settings["origin"] = origin
+    common.claim_folder(images, "01b_diffusiondb.py", settings)
+    table = "metadata-large.parquet" if args.large else "metadata.parquet"
+    metadata = None if args.no_metadata else sources.fetch(origin, table, raw)
+    extra = (origin, args.large, raw, metadata, args.size, args.min_side)
+    manifest = common.build_shards(args.out, "01b_diffusiondb.py", settings, parts, write_shard, extra, 1, args.workers)
+    sources.summary(manifest, args.out)
+
+
+if __name__ == "__main__":
+    common.run_script(main)

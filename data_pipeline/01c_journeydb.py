@@ -1,0 +1,144 @@
+"""JourneyDB's tgz archives into WebDataset tars of square JPEGs.
+
+    python data_pipeline/01c_journeydb.py --hub_id JourneyDB/JourneyDB --out data/journeydb --archives 0-9
+    python data_pipeline/01c_journeydb.py --path /mnt/JourneyDB --out data/journeydb --caption prompt
+
+An archive is data/train/imgs/000.tgz with 000/<name>.jpg; the annotations are one JSON a line, with img_path
+(./000/<name>.jpg), prompt and Task2.Caption, in data/train/train_anno_realease_repath.jsonl.tgz (or that .jsonl, as it
+is). Each archive becomes one tar, read once from the front; one that was downloaded is deleted once its tar is there.
+--caption caption takes Task2's caption, and the prompt where there is none; Midjourney's flags (`--ar 3:2`) and
+addresses are taken out of prompts.
+
+Run the same command again to go on after a stop. What is left out is counted by reason.
+"""
+
+import argparse
+import contextlib
+import json
+import re
+import tarfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import sources
+
+import common
+
+ANNOTATIONS = "data/train/train_anno_realease_repath.jsonl"
+FLAGS = re.compile(r"<?https?://\S+>?|\s--?[a-z]+(?:\s+[\d.:]+(?=\s|$))?(?=\s|$)", re.IGNORECASE)
+
+
+def parse_archives(text: str) -> range:
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    if not first <= last <= 199:
+        common.fail(f"--archives is {text}: give a number or a range such as 0-9, from 0 to 199")
+    return range(first, last + 1)
+
+
+def clean_prompt(prompt: str) -> str:
+    """A prompt without addresses and Midjourney's flags: 'a cat --ar 3:2 --v 4' -> 'a cat'."""
+    return " ".join(FLAGS.sub(" ", " " + prompt).split()).strip(" ,")
+
+
+def caption_of(entry: dict, kind: str) -> str:
+    """The caption of an annotation; '' if it has none."""
+    task = entry.get("Task2")
+    caption = task.get("Caption") if isinstance(task, dict) and kind == "caption" else None
+    if not isinstance(caption, str) or not caption.strip():
+        prompt = entry.get("prompt")
+        caption = clean_prompt(prompt) if isinstance(prompt, str) else ""
+    return common.clean_text(caption).strip()
+
+
+def annotation_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a .jsonl, or of the one inside a .jsonl.tgz, one after the other."""
+    if path.suffix != ".tgz":
+        with open(path, "rb") as file:
+            yield from file
+        return
+    try:
+        with tarfile.open(path, "r|gz") as tar:
+            for member in tar:
+                if member.isreg() and member.name.endswith(".jsonl"):
+                    yield from tar.extractfile(member)
+                    return
+    except (tarfile.TarError, EOFError, OSError) as error:
+        common.fail(f"{path} is not a whole archive ({error}): get it again")
+    common.fail(f"{path} holds no .jsonl: give JourneyDB's annotations")
+
+
+def split_annotations(path: Path, folder: Path, archives: range, kind: str) -> None:
+    """Writes <folder>/000.jsonl, ...: [name, caption] of the pictures of each archive. The annotations are read line by
+    line: they would not fit into every worker's memory."""
+    temporary = common.make_folder(folder.with_name(folder.name + ".tmp"))
+    bad = 0
+    with contextlib.ExitStack() as stack:
+        files = {
+            f"{number:03d}": stack.enter_context(open(temporary / f"{number:03d}.jsonl", "w")) for number in archives
+        }
+        for line in annotation_lines(path):
+            try:
+                entry = json.loads(line)
+                archive, _, name = entry["img_path"].removeprefix("./").rpartition("/")
+            except (ValueError, KeyError, TypeError, AttributeError):
+                bad += 1
+                continue
+            if file := files.get(archive.rpartition("/")[2]):
+                file.write(json.dumps([name, caption_of(entry, kind)]) + "\n")
+    if bad:
+        print(f"{bad:,} annotations that cannot be read were left out")
+    common.replace_folder(temporary, folder)
+
+
+def write_shard(path: Path, place: int, numbers: list[int], origin: dict, annotations: Path, raw: Path, size, side):
+    """Writes one archive into one shard; returns 1."""
+    name = f"{numbers[0]:03d}"
+    archive = sources.fetch(origin, f"data/train/imgs/{name}.tgz", raw)
+    captions = dict(json.loads(line) for line in open(annotations / f"{name}.jsonl"))
+    counts, seen = Counter(), set()
+    with common.ShardWriter(path) as shard:
+        for member, data in sources.iter_tgz(archive, counts):
+            base = member.rpartition("/")[2]
+            if not sources.is_picture(base):
+                continue
+            if base in seen:
+                shard.reject("duplicate_key")
+                continue
+            key = f"{name}{len(seen):06d}"
+            seen.add(base)
+            about = {"url": f"journeydb:{name}/{common.clean_text(base)}"}
+            sources.add_picture(shard, key, lambda data=data: data, captions.get(base, ""), about, size, side)
+        shard.status.update(counts)
+    sources.forget(origin, archive)
+    return 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    sources.add_arguments(parser, "local copy of the data set", "address of a copy of the data set", True, None)
+    parser.add_argument("--archives", default="0-9", help="a range of archives, from 0 to 199")
+    parser.add_argument("--caption", choices=("caption", "prompt"), default="caption", help="what becomes the caption")
+    args = parser.parse_args()
+    sources.check_arguments(args)
+    archives = parse_archives(args.archives)
+    images, raw = args.out / "images", args.out / "raw"
+    origin = sources.origin_of(args, images)
+    settings = {name: getattr(args, name) for name in ("archives", "caption", "size", "min_side")}
+    settings["origin"] = origin
+    common.claim_folder(images, "01c_journeydb.py", settings)
+    annotations = args.out / "annotations"
+    if not annotations.exists():
+        plain = args.path and (Path(args.path) / ANNOTATIONS).is_file()
+        source = sources.fetch(origin, ANNOTATIONS if plain else ANNOTATIONS + ".tgz", raw)
+        split_annotations(source, annotations, archives, args.caption)
+    extra = (origin, annotations, raw, args.size, args.min_side)
+    manifest = common.build_shards(
+        args.out, "01c_journeydb.py", settings, archives, write_shard, extra, 1, args.workers
+    )
+    sources.summary(manifest, args.out)
+
+
+if __name__ == "__main__":
+    common.run_script(main)
