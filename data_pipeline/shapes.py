@@ -29,13 +29,13 @@ BACKGROUNDS = {"white": (255, 255, 255), "black": (0, 0, 0), "grey": (128, 128, 
 
 POSITIONS = {  # the middle of the shape: x and y over picture side, y down
     "centre": (0.5, 0.5),
-    "top left": (0.28, 0.28),
-    "top right": (0.72, 0.28),
-    "bottom left": (0.28, 0.72),
-    "bottom right": (0.72, 0.72),
+    "top left": (0.3, 0.3),
+    "top right": (0.7, 0.3),
+    "bottom left": (0.3, 0.7),
+    "bottom right": (0.7, 0.7),
 }
-POSITION_JITTER = 0.03  # either way, over picture side
-RADIUS = (0.135, 0.185)  # over picture side
+POSITION_JITTER = 0.02  # either way, over picture side
+RADIUS = (0.19, 0.225)  # over picture side
 
 # The pairs that training never sees: 6 of 32. No colour is in two of them and no shape in more than two, so that every
 # word is trained with at least six partners of its eight colours, or three of its four shapes.
@@ -65,13 +65,13 @@ def outline(shape: str) -> np.ndarray:
         angles = np.arange(64) * (2 * np.pi / 64)
         return np.stack([np.cos(angles), np.sin(angles)], 1)
     if shape == "square":
-        return 0.88 * np.array([[-1.0, -1], [1, -1], [1, 1], [-1, 1]])
+        return np.array([[-1.0, -1], [1, -1], [1, 1], [-1, 1]])
     if shape == "triangle":
         angles = np.arange(3) * (2 * np.pi / 3) - np.pi / 2
         return 1.25 * np.stack([np.cos(angles), np.sin(angles)], 1)
     if shape == "star":
         angles = np.arange(10) * (2 * np.pi / 10) - np.pi / 2
-        radii = np.where(np.arange(10) % 2 == 0, 1.35, 1.35 * 0.42)
+        radii = np.where(np.arange(10) % 2 == 0, 1.25, 1.25 * 0.42)
         return radii[:, None] * np.stack([np.cos(angles), np.sin(angles)], 1)
     raise ValueError(f"unknown shape {shape!r}: one of {', '.join(SHAPES)}")
 
@@ -142,16 +142,16 @@ def caption(
 
 
 def random_caption(truth: dict, rng: np.random.Generator) -> str:
-    """A caption with some attributes left out: 50 % name all four, 10 % the shape alone, 10 % the colour alone, 10 %
-    colour and shape, 20 % each attribute with probability one half."""
+    """A caption with some attributes left out: 75 % name all four, 10 % the shape alone, 5 % the colour alone, 4 %
+    colour and shape, 6 % each attribute with probability one half."""
     kind = rng.uniform()
-    if kind < 0.5:
+    if kind < 0.75:
         named = ["shape", "colour", "position", "background"]
-    elif kind < 0.6:
+    elif kind < 0.85:
         named = ["shape"]
-    elif kind < 0.7:
+    elif kind < 0.9:
         named = ["colour"]
-    elif kind < 0.8:
+    elif kind < 0.94:
         named = ["shape", "colour"]
     else:
         named = [name for name in ("shape", "colour", "position", "background") if rng.uniform() < 0.5]

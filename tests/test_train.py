@@ -678,7 +678,7 @@ def test_ema_moves_in_fp32():
         ema, live = (torch.nn.Linear(1, 1, bias=False, dtype=dtype) for _ in range(2))
         torch.nn.init.constant_(ema.weight, 1.0), torch.nn.init.constant_(live.weight, 1.01)
         for _ in range(10_000):
-            SD_Train.update_ema(ema, live, 0.9999)
+            SD_Train.update_ema([ema.weight], [live.weight], 0.9999)
         ends[dtype] = ema.weight.item()
     assert ends[torch.float32] == pytest.approx(1.0063, abs=0.0005) and ends[torch.bfloat16] == 1.0
     assert SD_Train.ema_decay(0.9999, 0) == 0.1 and SD_Train.ema_decay(0.9999, 10**6) == 0.9999
