@@ -27,9 +27,9 @@ from SD_Model import InputError, run_cli  # noqa: E402
 PROMISED = {"colour": 0.95, "shape": 0.88, "position": 0.97, "background": 0.97, "all": 0.85}
 EVALUATED = 256  # pictures each of three sets
 TRAINING = (
-    "--text_lr 0.003 --beta2 0.99 --max_steps 2000 --save_steps 500 --val_steps 1000 --sample_cfg 3 --wandb disabled"
+    "--text_lr 0.003 --beta2 0.99 --max_steps 2100 --save_steps 500 --val_steps 1000 --sample_cfg 3 --wandb disabled"
 ).split()
-SAMPLING = "--sampler dpmpp_2m --steps 12 --batch 128".split()
+SAMPLING = "--sampler dpmpp_2m --steps 12 --cfg 3 --batch 128".split()
 
 
 def stages(out: Path, make_vae: bool) -> dict[str, list[list[str]]]:
@@ -39,8 +39,7 @@ def stages(out: Path, make_vae: bool) -> dict[str, list[list[str]]]:
     vae = out / "vae" / "vae" if make_vae else "demo/vae"
     keep = ["--min_aesthetic", "6", "--min_similarity", "0.25", "--max_watermark", "0.5", "--max_unsafe", "0.5"]
     paint = ["SD_ImageGen.py", "--model", out / "train", *SAMPLING]
-    # Less guidance than for full prompts: guidance costs variety, and here the colours should vary.
-    circles = [*paint, "--cfg", 2, "--prompt", "a circle", "--n", EVALUATED]
+    circles = [*paint, "--prompt", "a circle", "--n", EVALUATED]
     commands = {
         "draw pictures": [["data_pipeline/00_make_shapes.py", "--out", source, "--count", 8000, "--size", 64]],
         "filter": [["data_pipeline/02_filter.py", "--in", images, "--out", source / "filtered", *keep]],
@@ -58,7 +57,7 @@ def stages(out: Path, make_vae: bool) -> dict[str, list[list[str]]]:
         "train": [["SD_Train.py", "--phase", "demo", "--data_root", out / "data", "--out", out / "train", "--resume",
                    "--tokenizer", tokenizer, "--train_text_encoder", *TRAINING]],
         "paint": [
-            [*paint, "--cfg", 3, "--prompts_file", out / "prompts.jsonl", "--out", out / "held_out"],
+            [*paint, "--prompts_file", out / "prompts.jsonl", "--out", out / "held_out"],
             [*circles, "--out", out / "circles"],
             [*circles, "--negative", "red", "--out", out / "circles_not_red"],
         ],
