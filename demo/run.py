@@ -100,7 +100,7 @@ def report(out: Path, result: dict) -> list[str]:
     before, after = result["red_without_negative"], result["red_with_negative"]
     print(f"\n'a circle': {before:.1%} red; with --negative red {after:.1%} red, "
           f"{result['circles_with_negative']:.1%} circles\n")  # fmt: skip
-    if before < 0.05 or after > before / 4:
+    if before < 0.08 or after > before / 4:
         short.append("negative prompt")
     if result["circles_with_negative"] < 0.9:
         short.append("circles with a negative prompt")
