@@ -6,13 +6,19 @@
     python encode_latents.py --benchmark --vae runs/vae/vae --size 512           # speed alone, on synthetic pictures
 
 Run the same command again after a stop: finished shards are left alone, unfinished ones and those whose tar has changed
-are encoded (again). Under torchrun the processes share the shards. Per tar NNNNN.tar the folder gets
+are encoded (again). Start it as often as there are GPUs (torchrun, a Slurm array, by hand on several machines): all
+that see the folder share its shards through lock files, take over from those that died, and end when all is finished.
+Per tar NNNNN.tar the folder gets
 
     NNNNN.npy       fp16 [N, z, h, w]: scaled latents (the posterior's mean, as VAE.encode gives); with --moments fp16
-                    [N, 2z, h, w]: the scaled mean, then the log-variance of the scaled latent
-    NNNNN.parquet   image_key (string, source/shard/key) and row (int32), in the order of the tar
-    NNNNN.json      the record: a shard counts when this file is there. Source size, time and sha256, VAE, rejects
+                    [N, 2z, h, w]: the scaled mean, then the log-variance of the scaled latent. With --buckets one
+                    array a size, NNNNN_HxW.npy (H, W in pixels), and one index beside each
+    NNNNN.parquet   image_key (string, source/shard/key), row (int32), sha256 (string, of the picture's bytes). With
+                    --flip each key is followed by key#flip: the mirrored picture. In the file's metadata: `settings`
+    NNNNN.json      the record: a shard counts when this file is there. Tar, settings, counts, rejected keys by reason
+    NNNNN.0.lock    while a process is at work on the shard (1, 2, ...: taken over from a dead one)
     settings.json   what all shards of the folder were made with; other settings or another VAE are refused
+    rejects.jsonl   image_key and reason of every picture that is left out, where its key is known
     manifest.json   the totals; written last, when every shard of --images is finished
 
 Whatever has its final name is whole: it was written under another name, flushed and renamed. Latents that are not
@@ -21,14 +27,17 @@ finite (an overflow in bf16 or fp16) are computed again in fp32, and rejected as
 
 import argparse
 import copy
+import hashlib
+import itertools
 import json
 import math
 import os
 import socket
 import tempfile
+import threading
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -39,7 +48,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader
 
 from data_pipeline import common
 from SD_Convert import DEFAULT_VAE, load_vae
@@ -48,67 +57,127 @@ from SD_Model import VAE, InputError, run_cli, weights_hash
 from SD_Run import sha256
 
 FORMAT = "latents-1"
-READ_AHEAD = 2  # shards that are read and hashed ahead of the one being encoded, so that the workers find them in RAM
+FLIP = "#flip"  # end of a mirrored picture's key
 WARM_UP_S = 3  # of --benchmark
+HEARTBEAT_S = 20  # between signs of life of a process that holds locks
+DEAD_AFTER_S = 180  # without one, on another machine; file systems may show times up to a minute late
+POLL_S = 1.0  # between looks at shards that are in other processes' hands
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pictures
 
 
+class Job(NamedTuple):
+    """Samples of one tar that become pictures of one size."""
+
+    shard: int  # which of the tars
+    prefix: str  # of its image keys: source/shard
+    samples: list[tuple[str, bytes]]  # key, file; in the order of the tar
+    size: tuple[int, int]  # height and width that they get
+    rejects: Counter  # of the tar itself, by reason, with its last job
+    rejected: list[tuple[str, str]]  # key, reason; likewise
+    last: bool  # the last job of its tar
+
+
 class Batch(NamedTuple):
     shard: int  # which of the tars
-    number: int  # 0, 1, 2, ... over all tars
     keys: list[str]  # of the pictures, in the order of the tar
-    pictures: torch.Tensor  # uint8 [len(keys), size, size, 3], RGB
+    sha256: list[str]  # of the pictures' files
+    pictures: torch.Tensor  # uint8 [len(keys), H, W, 3], RGB
     rejects: Counter  # by reason: of these samples, and with the last batch of the tar itself
+    rejected: list[tuple[str, str]]  # key, reason: those of `rejects` whose key is known
     last: bool  # the last batch of its tar
 
 
-class PictureStream(IterableDataset):
-    """The pictures of tars, in order: batch by batch, no batch crossing from one tar to the next.
+def bucket_sizes(size: int, step: int) -> list[tuple[int, int]]:
+    """(height, width) in multiples of `step` whose area is within 10 % of size^2 and whose aspect is at most 2."""
+    long = range(size, 2 * size + 1, step)
+    pairs = [(round(size * size / side / step) * step, side) for side in long]
+    pairs = [(a, b) for a, b in pairs if 0 < a <= b <= 2 * a and abs(a * b / size**2 - 1) <= 0.1]
+    return sorted({*pairs, *((b, a) for a, b in pairs)})
 
-    Every worker reads every tar and decodes each workers-th batch only. Reading costs little beside decoding, a shard
-    is shared by all workers, and since DataLoader takes from the workers in turn the batches come in order.
-    """
 
-    def __init__(self, tars: list[Path], size: int, batch: int):
-        self.tars, self.size, self.batch = tars, size, batch
+def nearest_size(data: bytes | None, sizes: list[tuple[int, int]]) -> tuple[int, int]:
+    """Of `sizes` (height, width), the one whose aspect is nearest to a picture's, by its header. Raises Reject."""
+    if len(sizes) == 1:
+        return sizes[0]
+    header = common.read_header(data)
+    if not header.width * header.height:
+        raise common.Reject("corrupt")
+    aspect = math.log(header.width / header.height) * (-1 if header.orientation > 4 else 1)
+    return min(sizes, key=lambda size: abs(math.log(size[1] / size[0]) - aspect))
 
-    def __iter__(self) -> Iterator[Batch]:
-        info = get_worker_info()
-        mine, workers = (info.id, info.num_workers) if info else (0, 1)
-        number = 0
-        for shard, tar in enumerate(self.tars):
-            samples, of_tar = [], Counter()
-            for key, sample in common.iter_samples(tar, of_tar):
-                samples.append((key, sample["image"]))
-                if len(samples) == self.batch:
-                    if number % workers == mine:
-                        yield self._decode(shard, number, samples, Counter(), last=False)
-                    number, samples = number + 1, []
-            if number % workers == mine:
-                yield self._decode(shard, number, samples, of_tar, last=True)
-            number += 1
 
-    def _decode(self, shard: int, number: int, samples: list, rejects: Counter, last: bool) -> Batch:
-        keys, pictures = [], np.empty((len(samples), self.size, self.size, 3), np.uint8)
-        for key, data in samples:
+def cut(image: np.ndarray, size: tuple[int, int], at: float | None = None) -> np.ndarray:
+    """uint8 [H, W, 3] -> [*size, 3]: the largest part of size's aspect, from the middle, or with `at` in [0, 1) that
+    far from the top or left; scaled by area averaging (down) or cubic interpolation (up)."""
+    height, width = image.shape[:2]
+    high = min(height, max(1, round(width * size[0] / size[1])))
+    wide = min(width, max(1, round(height * size[1] / size[0])))
+    top, left = (rest // 2 if at is None else int(at * (rest + 1)) for rest in (height - high, width - wide))
+    image = image[top : top + high, left : left + wide]
+    if (high, wide) != size:
+        method = cv2.INTER_AREA if high > size[0] else cv2.INTER_CUBIC
+        image = cv2.resize(np.ascontiguousarray(image), size[::-1], interpolation=method)
+    return image
+
+
+def jobs(tars: Iterable[Path], sizes: list[tuple[int, int]], batch: int, source: str | None) -> Iterator[Job]:
+    """The samples of tars, in order; no job crosses from one tar to the next, and every tar has a last one."""
+    for shard, tar in enumerate(tars):
+        prefix = f"{source or common.source_of(tar)}/{tar.stem}"
+        groups, rejects, rejected = defaultdict(list), Counter(), []
+        for key, sample in common.iter_samples(tar, rejects):
             try:
-                pictures[len(keys)] = common.decode_image(data, self.size)
-                keys.append(key)
+                size = nearest_size(sample["image"], sizes)
             except common.Reject as e:
                 rejects[e.reason] += 1
-        return Batch(shard, number, keys, torch.from_numpy(pictures[: len(keys)]), rejects, last)
+                rejected.append((key, e.reason))
+                continue
+            groups[size].append((key, sample["image"]))
+            if len(groups[size]) == batch:
+                yield Job(shard, prefix, groups.pop(size), size, Counter(), [], last=False)
+        rest = list(groups.items()) or [(sizes[0], [])]
+        for size, samples in rest[:-1]:
+            yield Job(shard, prefix, samples, size, Counter(), [], last=False)
+        yield Job(shard, prefix, rest[-1][1], rest[-1][0], rejects, rejected, last=True)
 
 
-def stream(tars: list[Path], size: int, batch: int, workers: int, pin: bool = False) -> Iterator[Batch]:
-    """The batches of PictureStream, decoded in `workers` processes (0: in this one), in order; pinned on request.
+class Decoder:
+    """Jobs to batches, as the dataset of a DataLoader whose sampler gives the jobs: these are read in the main process
+    when a worker is to have one, so the tars may be chosen late."""
 
-    InputError if a worker dies.
+    def __init__(self, crop: str):
+        self.crop = crop
+
+    def __getitem__(self, job: Job) -> Batch:
+        keys, hashes, rejects, rejected = [], [], job.rejects.copy(), list(job.rejected)
+        pictures = np.empty((len(job.samples), *job.size, 3), np.uint8)
+        for key, data in job.samples:
+            # not key_fraction of the bare key: it decides on train and val, and val would be cut at one side
+            at = common.key_fraction(f"crop {job.prefix}/{key}") if self.crop == "random" else None
+            try:
+                pictures[len(keys)] = cut(common.decode_image(data), job.size, at)
+            except common.Reject as e:
+                rejects[e.reason] += 1
+                rejected.append((key, e.reason))
+                continue
+            keys.append(key)
+            hashes.append(hashlib.sha256(data).hexdigest())
+        return Batch(job.shard, keys, hashes, torch.from_numpy(pictures[: len(keys)]), rejects, rejected, job.last)
+
+
+def stream(
+    tars: Iterable[Path], size: int, batch: int, workers: int, pin=False, buckets=None, crop="center", source=None
+) -> Iterator[Batch]:
+    """The pictures of tars, in order, decoded in `workers` processes (0: in this one); pinned on request.
+
+    Every batch has one size: size x size, or one of `buckets` (height, width). InputError if a worker dies.
     """
     loader = DataLoader(
-        PictureStream(tars, size, batch),
+        Decoder(crop),
+        sampler=jobs(tars, buckets or [(size, size)], batch, source),
         batch_size=None,
         num_workers=workers,
         pin_memory=pin,
@@ -118,9 +187,7 @@ def stream(tars: list[Path], size: int, batch: int, workers: int, pin: bool = Fa
         multiprocessing_context="spawn" if workers else None,  # a fork of a process whose OpenCV has threads can hang
     )
     try:
-        for number, item in enumerate(loader):
-            assert item.number == number, "batches out of order"
-            yield item
+        yield from loader
     except RuntimeError as e:
         if "DataLoader worker" not in str(e):
             raise
@@ -181,12 +248,14 @@ class Encoder:
             self.compiled, self.fast_moments = False, self.fast.moments
 
     @torch.inference_mode()
-    def submit(self, pictures: torch.Tensor):
+    def submit(self, pictures: torch.Tensor, mirrored: bool = False):
         """Pictures uint8 [B, H, W, 3] on the CPU -> what collect() wants. On a GPU it does not wait."""
         count = len(pictures)
         if not count:
             return None
         pictures = pictures.to(self.device, non_blocking=True)
+        if mirrored:
+            pictures = pictures.flip(2)
         padded = pictures
         if self.pad_to and count < self.pad_to:
             padded = torch.cat([pictures, pictures.new_zeros(self.pad_to - count, *pictures.shape[1:])])
@@ -219,9 +288,10 @@ class Encoder:
 
 
 def stamp(tar: Path) -> dict:
-    """Size in bytes and modification time in ns: what tells quickly that a tar is the same."""
+    """Size in bytes and times in ns: what tells quickly that a tar is the same. The time of the last change of content
+    or name (ctime) is there because the other one can be set, as rsync and cp -p do."""
     stat = tar.stat()
-    return {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    return {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
 
 
 def write_json(path: Path, content: dict):
@@ -236,7 +306,7 @@ def read_record(out: Path, shard: str) -> dict | None:
         return None
 
 
-def claim(out: Path, settings: dict):
+def open_folder(out: Path, settings: dict):
     """Make the folder and its settings.json, or compare that of an earlier run; InputError names what differs."""
     common.make_folder(out)
     path = out / "settings.json"
@@ -248,14 +318,13 @@ def claim(out: Path, settings: dict):
             file.flush()
             os.fsync(file.fileno())
             os.chmod(file.name, 0o644)
-            try:
-                os.link(file.name, path)  # unlike a rename it fails if another process was first
-            except FileExistsError:
-                pass
-    old = common.read_json(path)
+            link(file.name, path)
+    old, new = common.read_json(path), json.loads(json.dumps(settings))
+    old_vae, new_vae = old.get("vae", {}), new["vae"]
     for what, before, now in (
-        ("a VAE of hash", old.get("vae", {}).get("hash"), settings["vae"]["hash"]),
-        *((name, old.get(name), settings[name]) for name in settings if name != "vae"),
+        ("a VAE of hash", old_vae.get("hash"), new_vae["hash"]),
+        ("a VAE of config", old_vae.get("config"), new_vae["config"]),  # the scaling factor is no part of the hash
+        *((name, old.get(name) or None, new[name] or None) for name in new if name != "vae"),
     ):
         if before != now:
             raise InputError(
@@ -264,14 +333,57 @@ def claim(out: Path, settings: dict):
             )
 
 
-def row_shape(settings: dict) -> tuple[int, ...]:
-    """The shape of one stored row: [z, h, w], or [2z, h, w] with moments."""
-    z, h, w = settings["latent_shape"]
-    return (2 * z if settings["kind"] == "moments" else z), h, w
+def link(source: Path | str, target: Path) -> bool:
+    """Give a file a second name, unless that is taken: of several processes that try, one succeeds."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        return False
+    return True
 
 
-def finished(out: Path, tar: Path, source: str, settings: dict) -> bool:
-    """Whether a tar's latents are there, whole, and made from the bytes that the tar has now."""
+def row_shape(settings: dict, size: tuple[int, int]) -> tuple[int, ...]:
+    """The shape of one stored row of a picture of (height, width): [z, h, w], or [2z, h, w] with moments."""
+    z, h, _ = settings["latent_shape"]
+    factor = settings["size"] // h
+    return (2 * z if settings["kind"] == "moments" else z), size[0] // factor, size[1] // factor
+
+
+def arrays_of(shard: str, settings: dict) -> dict[str, tuple[int, int]]:
+    """Names (without .npy and .parquet) that a shard's arrays can have, and the sizes of their pictures."""
+    if not settings["buckets"]:
+        return {shard: (settings["size"], settings["size"])}
+    return {f"{shard}_{h}x{w}": (h, w) for h, w in settings["buckets"]}
+
+
+def address(settings: dict) -> dict:
+    """What, beside a picture's bytes, its latent depends on: stands in every record and index."""
+    vae = {name: settings["vae"][name] for name in ("hash", "config")}
+    return json.loads(json.dumps(settings | {"vae": vae}))
+
+
+def whole(out: Path, shard: str, record: dict, settings: dict) -> bool:
+    """Whether a shard's arrays are there, as its record tells of them, and made with these settings."""
+    possible = arrays_of(shard, settings)
+    if record["settings"] != address(settings) or not set(record["arrays"]) <= set(possible):
+        return False
+    for name, count in record["arrays"].items():
+        try:
+            shape = np.load(out / f"{name}.npy", mmap_mode="r").shape
+            index = pq.read_metadata(out / f"{name}.parquet")
+        except (OSError, ValueError, EOFError, pa.ArrowInvalid):  # missing, cut
+            return False
+        made_with = json.loads((index.metadata or {}).get(b"settings", b"null"))
+        if shape != (count, *row_shape(settings, possible[name])) or index.num_rows != count:
+            return False
+        if made_with != record["settings"]:
+            return False
+    return True
+
+
+def finished(out: Path, tar: Path, source: str, settings: dict, read: bool = False) -> bool:
+    """Whether a tar's latents are there, whole, and made with these settings from the bytes that the tar has now. A tar
+    whose times have changed is taken for another; with `read` it is read, to see whether it is."""
     record = read_record(out, tar.stem)
     if record is None:
         return False
@@ -280,63 +392,55 @@ def finished(out: Path, tar: Path, source: str, settings: dict) -> bool:
             f"{out} holds {tar.stem} of the source {record['source']}, and {tar} belongs to {source}: give another "
             "--out"
         )
-    try:
-        shape = np.load(out / f"{tar.stem}.npy", mmap_mode="r").shape
-        rows = pq.read_metadata(out / f"{tar.stem}.parquet").num_rows
-    except (OSError, ValueError, EOFError, pa.ArrowInvalid):  # missing, cut
+    if "arrays" not in record or not whole(out, tar.stem, record, settings):
         return False
-    if shape != (record["count"], *row_shape(settings)) or rows != record["count"]:
-        return False
-    if record["tar"] | stamp(tar) == record["tar"]:
+    now = stamp(tar)
+    if record["tar"] | now == record["tar"]:
         return True
-    if record["tar"]["bytes"] != tar.stat().st_size or record["tar"]["sha256"] != sha256(tar):
+    if not read or record["tar"]["bytes"] != now["bytes"] or record["tar"]["sha256"] != sha256(tar):
         return False
-    write_json(out / f"{tar.stem}.json", record | {"tar": record["tar"] | stamp(tar)})  # touched, or copied here
+    write_json(out / f"{tar.stem}.json", record | {"tar": record["tar"] | now})  # touched, or copied here
     return True
 
 
-def write_shard(out: Path, shard: str, latents: np.ndarray, keys: list[str], record: dict):
-    """latents fp16 [N, ...] and their N image keys. The record goes first and comes back last: no old record can stand
-    beside new latents, whenever this is killed."""
+def write_shard(out: Path, shard: str, arrays: dict[str, tuple[np.ndarray, list]], record: dict, settings: dict):
+    """arrays: name -> latents fp16 [N, ...], and of each row image key and sha256. The record goes first and comes back
+    last: no old record can stand beside new latents, whenever this is killed."""
     (out / f"{shard}.json").unlink(missing_ok=True)
-    with common.atomic_path(out / f"{shard}.npy") as temporary, open(temporary, "wb") as file:
-        np.save(file, latents)  # to an open file: np.save would append .npy to the temporary name
-    table = pa.table({"image_key": pa.array(keys, pa.string()), "row": pa.array(range(len(keys)), pa.int32())})
-    with common.atomic_path(out / f"{shard}.parquet") as temporary:
-        pq.write_table(table, temporary)
+    for name in set(arrays_of(shard, settings)) - set(arrays):  # buckets that have become empty
+        (out / f"{name}.parquet").unlink(missing_ok=True)
+        (out / f"{name}.npy").unlink(missing_ok=True)
+    for name, (latents, index) in arrays.items():
+        with common.atomic_path(out / f"{name}.npy") as temporary, open(temporary, "wb") as file:
+            np.save(file, latents)  # to an open file: np.save would append .npy to the temporary name
+        keys, hashes = (pa.array(column, pa.string()) for column in (zip(*index) if index else ([], [])))
+        table = pa.table({"image_key": keys, "row": pa.array(range(len(keys)), pa.int32()), "sha256": hashes})
+        table = table.replace_schema_metadata({"settings": json.dumps(record["settings"])})
+        with common.atomic_path(out / f"{name}.parquet") as temporary:
+            pq.write_table(table, temporary)
     write_json(out / f"{shard}.json", record)
 
 
-def remove_leftovers(out: Path):
-    """Delete the temporary files of processes of this machine that are dead."""
-    for path in out.glob(f"*.{socket.gethostname()}-*.tmp"):
-        try:
-            os.kill(int(path.name.rpartition("-")[2].removesuffix(".tmp")), 0)
-        except ProcessLookupError:
-            path.unlink(missing_ok=True)
-        except (PermissionError, ValueError):  # alive, of another user; not a process's file
-            pass
-
-
-def write_manifest(out: Path, settings: dict, tars: list[Path]) -> dict | None:
-    """Write manifest.json from the shards' records. None, and no manifest, while a tar's shard is unfinished: whichever
-    process finishes last finds them all."""
-    records = {path.stem: read_record(out, path.stem) for path in sorted(out.glob("*.npy"))}
-    records = {shard: record for shard, record in records.items() if record}
-    for tar in tars:
-        record = records.get(tar.stem)
-        if record is None or record["tar"] | stamp(tar) != record["tar"]:
-            return None
+def write_manifest(out: Path, settings: dict, tars: list[Path]) -> dict:
+    """Write rejects.jsonl and manifest.json from the shards' records."""
+    names = {path.stem for path in out.glob("*.json")} - {"settings", "manifest"}
+    records = [record for name in sorted(names) if (record := read_record(out, name))]
     if extra := len(records) - len(tars):
         print(f"note: {out} also holds {extra} shards of tars that are not among --images; the manifest counts them")
     rejects = Counter()
-    for record in records.values():
+    for record in records:
         rejects.update(record["rejects"])
+    lines = [{"image_key": key, "reason": reason} for record in records for key, reason in record["rejected"]]
+    common.atomic_write(out / "rejects.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    count, scale = sum(record["count"] for record in records), settings["vae"]["config"]["scaling_factor"]
+    shift = {"logvar_plus": 2 * math.log(scale)} if settings["kind"] == "moments" else {}
     manifest = {
         "format": FORMAT,
         **settings,
         "scaled": True,
-        "count": sum(record["count"] for record in records.values()),
+        "scale": {"mean_times": scale, **shift},
+        "count": count,
+        "pictures": count // (2 if settings["flip"] else 1),
         "shards": len(records),
         "rejects": dict(sorted(rejects.items())),
     }
@@ -345,67 +449,240 @@ def write_manifest(out: Path, settings: dict, tars: list[Path]) -> dict | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Sharing shards between processes
+
+
+def process_start(pid: int) -> str | None:
+    """When a process of this machine began, as Linux tells it; None if there is none, or it is dead and not buried."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state in "ZX" else fields[18]
+
+
+def machine_name() -> str:
+    """The same for two processes only if they see each other's ids: kernel since its start, and namespace of ids."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux: death is told by the heartbeat alone
+        return f"{socket.gethostname()} {os.getpid()}"
+
+
+class Locks:
+    """The shards that this process has taken, each with a lock file NNNNN.<n>.lock; used in a `with` block.
+
+    A lock is a hard link to a file that says which process this is, so one touch now and then keeps all of them fresh
+    and it comes into being whole, for one of those who want it. An owner is dead when its process is gone from this
+    machine, or was silent for DEAD_AFTER_S on another. To take over from a dead owner of lock n is to make lock n + 1:
+    nothing is deleted, so of two thieves one fails, and a sleeper who wakes sees that he has lost. The locks of a shard
+    are deleted, the oldest first, after its record is written; whoever takes one must then look for the record.
+    """
+
+    def __init__(self, out: Path):
+        self.out, self.held = out, {}
+        self.card = out / f"process.{socket.gethostname()}-{os.getpid()}.tmp"
+        self.me = {"machine": machine_name(), "pid": os.getpid(), "start": process_start(os.getpid())}
+        self.stopped = threading.Event()
+
+    def __enter__(self) -> "Locks":
+        for path in self.out.glob(f"*.{socket.gethostname()}-*.tmp"):  # left by the dead
+            pid = path.name.rpartition("-")[2].removesuffix(".tmp")
+            if pid.isdecimal() and Path("/proc/self").exists() and process_start(int(pid)) is None:
+                path.unlink(missing_ok=True)
+        self.card.write_text(json.dumps(self.me) + "\n")
+        threading.Thread(target=self._beat, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.stopped.set()
+        for shard in list(self.held):
+            self.release(shard)
+        self.card.unlink(missing_ok=True)
+
+    def _beat(self):
+        while not self.stopped.wait(HEARTBEAT_S):
+            try:
+                os.utime(self.card)
+            except OSError:  # a disk that is away for a moment; when it stays away the encoder will say so
+                pass
+
+    def _path(self, shard: str, n: int) -> Path:
+        return self.out / f"{shard}.{n}.lock"
+
+    def _alive(self, lock: Path) -> bool:
+        try:
+            owner, beat = json.loads(lock.read_text()), lock.stat().st_mtime
+        except FileNotFoundError:
+            return True  # deleted just now: its shard is finished, or free at the next look
+        except ValueError:  # a power failure has emptied it
+            owner, beat = {"machine": None}, lock.stat().st_mtime
+        if owner["machine"] == self.me["machine"]:
+            return process_start(owner["pid"]) == owner["start"]
+        os.utime(self.card)
+        return self.card.stat().st_mtime - beat < DEAD_AFTER_S  # both by the file system's clock
+
+    def take(self, shard: str) -> bool:
+        """Whether the shard is this process's now. It may have been finished in the meantime."""
+        n = 0
+        while self._path(shard, n).exists():
+            n += 1
+        if (n and self._alive(self._path(shard, n - 1))) or not link(self.card, self._path(shard, n)):
+            return False
+        self.held[shard] = n
+        return True
+
+    def holds(self, shard: str) -> bool:
+        """Whether the shard is still this process's: not when it was taken for dead, as after a long sleep."""
+        mine = self._path(shard, self.held[shard])
+        later = self._path(shard, self.held[shard] + 1)
+        try:
+            return mine.samefile(self.card) and not later.exists()
+        except FileNotFoundError:
+            return False
+
+    def release(self, shard: str):
+        if self.holds(shard):
+            for n in range(self.held[shard] + 1):
+                self._path(shard, n).unlink(missing_ok=True)
+        del self.held[shard]
+
+
+def free_tars(tars: list[Path], sources: dict[Path, str], out: Path, settings: dict, locks: Locks) -> Iterator[Path]:
+    """Take what is unfinished and in nobody's hands, one tar at a time, when it is wanted."""
+    for tar in tars:
+        if finished(out, tar, sources[tar], settings) or not locks.take(tar.stem):
+            continue
+        if finished(out, tar, sources[tar], settings, read=True):
+            locks.release(tar.stem)
+        else:
+            (out / "manifest.json").unlink(missing_ok=True)  # it says that the folder is complete
+            yield tar
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The two loops
 
 
-def encode(todo: list[Path], sources: dict[Path, str], out: Path, encoder: Encoder, settings: dict, args):
-    """Encode the tars `todo` into `out`, one after the other."""
-    with (
-        ThreadPoolExecutor(1) as ahead,
-        common.progress(None, "encoding", "img") as bar,
-    ):
+class Shard:
+    """What is known of one tar while it is encoded."""
 
-        def read(tar: Path):
-            before = stamp(tar)
-            return before | {"sha256": sha256(tar)}
+    def __init__(self, prefix: str):
+        self.prefix = prefix  # of its image keys
+        self.latents, self.index = defaultdict(list), defaultdict(list)  # by size of the pictures
+        self.rejects, self.rejected = Counter(), []
 
-        reading = [ahead.submit(read, tar) for tar in todo[:READ_AHEAD]]
-        latents, keys, rejects = [], [], Counter()
-        done = 0
+    def add(self, batch: Batch, results: list[tuple[np.ndarray, np.ndarray]]):
+        """results: of the pictures, and if wanted of the mirrored ones: latents [B, ...] and which are finite [B]. A
+        picture stays only if all of its latents are finite."""
+        keys = [f"{self.prefix}/{key}" for key in batch.keys]
+        self.rejects.update(batch.rejects)
+        self.rejected += [(f"{self.prefix}/{key}", reason) for key, reason in batch.rejected]
+        if not keys:
+            return
+        good = np.logical_and.reduce([finite for _, finite in results])
+        self.rejected += [(key, "nan_latent") for key in itertools.compress(keys, ~good)]
+        self.rejects.update({"nan_latent": int((~good).sum())} if not good.all() else {})
+        rows = np.stack([latents for latents, _ in results], axis=1)[good]  # [B, 1 or 2, C, h, w]
+        size = tuple(batch.pictures.shape[1:3])
+        self.latents[size].append(rows.reshape(-1, *rows.shape[2:]))
+        kept = itertools.compress(zip(keys, batch.sha256, strict=True), good)
+        self.index[size] += [(key + end, sha) for key, sha in kept for end in ("", FLIP)[: len(results)]]
 
-        def keep(batch: Batch, result):
-            nonlocal latents, keys, rejects, done
-            tar = todo[batch.shard]
-            rejects.update(batch.rejects)
-            if result is not None:
-                values, finite = result
-                latents.append(values[finite])
-                keys += [k for k, ok in zip(batch.keys, finite, strict=True) if ok]
-                if bad := int((~finite).sum()):
-                    rejects["nan_latent"] += bad
-            bar.update(len(batch.keys))
-            if not batch.last:
-                return
-            source = sources[tar]
-            of_tar = reading[batch.shard].result()
-            if of_tar | stamp(tar) != of_tar:
+    def arrays(self, name: str, settings: dict) -> dict[str, tuple[np.ndarray, list]]:
+        """What write_shard wants. Without buckets there is an array even if it is empty."""
+        return {
+            array: (np.concatenate(self.latents[size] or [np.empty((0, *row_shape(settings, size)), np.float16)]),
+                    self.index[size])
+            for array, size in arrays_of(name, settings).items() if self.index[size] or not settings["buckets"]
+        }  # fmt: skip
+
+
+def encode(tars: Iterable[Path], total: int, out: Path, encoder: Encoder, settings: dict, locks: Locks, args) -> int:
+    """Encode the tars, which this process has locked, into `out`; returns how many were written. total: for show."""
+    begun, reading, done = [], [], 0
+    with ThreadPoolExecutor(1) as beside, common.progress(None, "encoding", "img") as bar:
+
+        def begin() -> Iterator[Path]:
+            for tar in tars:
+                before = stamp(tar)  # and compared with that at the end: what lies between was read from one tar
+                reading.append(beside.submit(lambda tar=tar, before=before: before | {"sha256": sha256(tar)}))
+                begun.append(tar)
+                yield tar
+
+        def finish(tar: Path, shard: Shard, looked: dict) -> bool:
+            if looked | stamp(tar) != looked:
                 raise InputError(f"{tar} was changed while it was read: run the command again when it is finished")
+            arrays = shard.arrays(tar.stem, settings)
+            counts = {name: len(index) for name, (_, index) in arrays.items()}
             record = {
-                "source": source,
-                "tar": {"path": str(tar.resolve()), **of_tar},
-                "vae": settings["vae"]["hash"],
-                "settings": {name: settings[name] for name in settings if name != "vae"},
-                "count": len(keys),
-                "rejects": dict(sorted(rejects.items())),
+                "source": shard.prefix.removesuffix(f"/{tar.stem}"),
+                "tar": {"path": str(tar.resolve()), **looked},
+                "settings": address(settings),
+                "arrays": counts,
+                "count": sum(counts.values()),
+                "rejects": dict(sorted(shard.rejects.items())),
+                "rejected": shard.rejected,
+                "made_by": locks.me,
             }
-            rows = np.concatenate(latents) if latents else np.empty((0, *row_shape(settings)), np.float16)
-            write_shard(out, tar.stem, rows, [common.image_key(source, tar.stem, key) for key in keys], record)
-            latents, keys, rejects = [], [], Counter()
-            done += 1
-            if batch.shard + READ_AHEAD < len(todo):
-                reading.append(ahead.submit(read, todo[batch.shard + READ_AHEAD]))
-            bar.total = round(bar.n / done * len(todo))  # shards are about equal: a guess that gets better
-            bar.set_postfix(shards=f"{done}/{len(todo)}")
+            mine = locks.holds(tar.stem)
+            if mine:
+                write_shard(out, tar.stem, arrays, record, settings)
+            else:
+                print(f"note: another process took {tar.stem} over; leaving it to that one")
+            locks.release(tar.stem)
+            return mine
+
+        def keep(batch: Batch, submitted: list):
+            nonlocal shard, done
+            tar = begun[batch.shard]
+            shard = shard or Shard(f"{args.source or common.source_of(tar)}/{tar.stem}")
+            shard.add(batch, [encoder.collect(s) for s in submitted])
+            bar.update(len(batch.keys))
+            if batch.last:
+                done += finish(tar, shard, reading[batch.shard].result())
+                shard = None
+                bar.set_postfix(shards=f"{done} of {total}")
 
         # One batch is always on its way: while the device works on it, the results of the one before are stored.
-        pending = None
-        for batch in stream(todo, args.size, args.batch, args.workers, pin=encoder.device.type == "cuda"):
-            submitted = encoder.submit(batch.pictures)
+        shard = pending = None
+        batches = stream(
+            begin(), args.size, args.batch, args.workers, encoder.device.type == "cuda", settings["buckets"], args.crop,
+            args.source,
+        )  # fmt: skip
+        for batch in batches:
+            submitted = [encoder.submit(batch.pictures, mirrored) for mirrored in (False, True)[: 1 + args.flip]]
             if pending:
-                keep(pending[0], encoder.collect(pending[1]))
+                keep(*pending)
             pending = batch, submitted
         if pending:
-            keep(pending[0], encoder.collect(pending[1]))
+            keep(*pending)
+    return done
+
+
+def encode_all(tars: list[Path], out: Path, encoder: Encoder, settings: dict, args):
+    """Encode what is free until all shards are finished, here or by other processes; then write the manifest."""
+    sources = {tar: args.source or common.source_of(tar) for tar in tars}
+    begin, done, told = time.perf_counter(), 0, False
+    with Locks(out) as locks:
+        while left := [tar for tar in tars if not finished(out, tar, sources[tar], settings)]:
+            free = free_tars(left, sources, out, settings, locks)
+            if first := next(free, None):
+                encoder.warm_up(args.size, args.batch)
+                done += encode(itertools.chain([first], free), len(left), out, encoder, settings, locks, args)
+                continue
+            if any(not finished(out, tar, sources[tar], settings) for tar in left):
+                if not told:
+                    print(f"waiting for other processes, which are at work on {len(left)} shards", flush=True)
+                    told = True
+                time.sleep(POLL_S)
+        manifest = write_manifest(out, settings, tars)
+    rejects = ", ".join(f"{n} {reason}" for reason, n in manifest["rejects"].items()) or "none"
+    print(
+        f"{done} shards encoded in {time.perf_counter() - begin:.0f} s, {len(tars) - done} by others or before; "
+        f"{out} holds {manifest['count']:,} latents in {manifest['shards']} shards; rejects: {rejects}"
+    )
 
 
 def synthetic_tar(folder: Path, size: int, count: int) -> Path:
@@ -483,10 +760,18 @@ def parse_args(argv=None):
     parser.add_argument("--vae", default=DEFAULT_VAE, help="a VAE: folder, file or hub name")
     parser.add_argument("--out", help="folder for the latents")
     parser.add_argument(
-        "--size", type=int, default=512, help="side in pixels of the square that is cut from the middle"
+        "--size", type=int, default=512, help="side in pixels of the square that is cut out (and of --buckets' square)"
+    )
+    parser.add_argument("--crop", choices=["center", "random"], default="center", help="random: by the image key")
+    parser.add_argument("--flip", action="store_true", help="also the mirrored picture, under key" + FLIP)
+    parser.add_argument("--buckets", action="store_true", help="sizes of about equal area, by the picture's aspect")
+    parser.add_argument(
+        "--bucket_step", type=int, help="their sides' divisor in pixels (64; below 256 px the VAE's factor)"
     )
     parser.add_argument("--batch", type=int, help="pictures at once (32 on a GPU, 8 on a CPU)")
-    parser.add_argument("--workers", type=int, help="decoding processes; 0: none (a GPU: up to 16; a CPU: 1)")
+    parser.add_argument(
+        "--workers", type=int, help="decoding processes; 0: none (a GPU: up to 16; a CPU: 0, they need 10 s to start)"
+    )
     parser.add_argument("--device", help="cuda, cuda:1, mps, cpu")
     parser.add_argument("--dtype", choices=list(DTYPES), help="what the VAE computes in (cuda: bf16, others: fp32)")
     parser.add_argument("--source", help="first part of the image keys (default: the folder above images/)")
@@ -510,21 +795,27 @@ def parse_args(argv=None):
 
 def main(argv=None):
     args = parse_args(argv)
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = pick_device(args.device)
     if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        device = torch.device(
+            "cuda", int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0))) % torch.cuda.device_count()
+        )
     cuda = device.type == "cuda"
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     args.batch = (32 if cuda else 8) if args.batch is None else args.batch
-    args.workers = (min(16, cpus) if cuda else 1) if args.workers is None else args.workers
+    args.workers = (min(16, cpus) if cuda else 0) if args.workers is None else args.workers
     args.dtype = ("bf16" if cuda else "fp32") if args.dtype is None else args.dtype
-    args.compile = cuda if args.compile is None else args.compile
+    args.compile = cuda and not args.buckets if args.compile is None else args.compile  # each size would compile anew
 
     vae = load_vae(args.vae)
     factor = vae.config.factor
     if args.size % factor:
         raise InputError(f"this VAE wants --size in multiples of {factor}, found {args.size}")
+    step = args.bucket_step or (64 if args.size >= 256 else factor)
+    if args.buckets and (step % factor or args.size % step):
+        raise InputError(
+            f"--bucket_step must be a multiple of the VAE's {factor} and divide --size {args.size}, found {step}"
+        )
     pad_to = args.batch if cuda or args.compile else None
     vae_hash = weights_hash(vae)
     encoder = Encoder(vae, device, DTYPES[args.dtype], args.moments, pad_to, args.compile)
@@ -533,35 +824,21 @@ def main(argv=None):
         return
 
     tars = common.list_shards(args.images)
-    sources = {tar: args.source or common.source_of(tar) for tar in tars}
     if twice := [shard for shard, n in Counter(tar.stem for tar in tars).items() if n > 1]:
         raise InputError(f"{args.images} has more than one {twice[0]}.tar: encode each folder into an --out of its own")
     settings = {
         "vae": {"hash": vae_hash, "name": args.vae, "config": asdict(vae.config)},
         "size": args.size,
         "latent_shape": [vae.config.latent_channels, args.size // factor, args.size // factor],
-        "crop": "center",
+        "buckets": bucket_sizes(args.size, step) if args.buckets else None,
+        "crop": args.crop,
+        "flip": args.flip,
         "kind": "moments" if args.moments else "mean",
         "dtype": "float16",
         "computed_in": args.dtype,
     }
-    out = Path(args.out)
-    claim(out, settings)
-    remove_leftovers(out)
-    mine = tars[rank::world]
-    todo = [t for t in mine if not finished(out, t, sources[t], settings)]
-    begin = time.perf_counter()
-    if todo:
-        (out / "manifest.json").unlink(missing_ok=True)  # it says that the folder is complete
-        encoder.warm_up(args.size, args.batch)
-        encode(todo, sources, out, encoder, settings, args)
-    manifest = write_manifest(out, settings, tars)
-    work = f"{len(todo)} shards encoded in {time.perf_counter() - begin:.0f} s, {len(mine) - len(todo)} were finished"
-    if manifest is None:
-        print(f"{work}; other processes are still at work on {out}")
-    else:
-        rejects = ", ".join(f"{n} {reason}" for reason, n in manifest["rejects"].items()) or "none"
-        print(f"{work}; {out} holds {manifest['count']:,} latents in {manifest['shards']} shards; rejects: {rejects}")
+    open_folder(Path(args.out), settings)
+    encode_all(tars, Path(args.out), encoder, settings, args)
 
 
 if __name__ == "__main__":
