@@ -203,6 +203,8 @@ def test_files_of_another_folder_are_not_taken_for_this_ones(tmp_path, vae):
     (tmp_path / "b" / "00000.parquet").write_bytes((tmp_path / "a" / "00000.parquet").read_bytes())
     encode(images, tmp_path / "other", tmp_path / "b")
     for n in range(2):
+        settings = json.loads(pq.read_metadata(tmp_path / "b" / f"{n:05d}.parquet").metadata[b"settings"])
+        assert settings["vae"]["hash"] == manifest(tmp_path / "b")["vae"]["hash"]
         assert_latents(
             read(tmp_path / "b", f"{n:05d}")[1], expected(other_vae, [picture(100 * n + i) for i in range(5)])
         )
@@ -335,6 +337,7 @@ def test_one_who_was_taken_for_dead_writes_nothing(tmp_path, vae, capsys, monkey
     later, real = out / "00000.1.lock", encode_latents.Shard.arrays
 
     def sleep(self, *args):
+        assert not later.exists(), "it took the shard again while the other one was at work on it"
         write_lock(later, {"machine": "elsewhere", "pid": 1, "start": "1"})
         return real(self, *args)
 
