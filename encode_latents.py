@@ -109,20 +109,6 @@ def nearest_size(data: bytes | None, sizes: list[tuple[int, int]]) -> tuple[int,
     return min(sizes, key=lambda size: abs(math.log(size[1] / size[0]) - aspect))
 
 
-def cut(image: np.ndarray, size: tuple[int, int], at: float | None = None) -> np.ndarray:
-    """uint8 [H, W, 3] -> [*size, 3]: the largest part of size's aspect, from the middle, or with `at` in [0, 1) that
-    far from the top or left; scaled by area averaging (down) or cubic interpolation (up)."""
-    height, width = image.shape[:2]
-    high = min(height, max(1, round(width * size[0] / size[1])))
-    wide = min(width, max(1, round(height * size[1] / size[0])))
-    top, left = (rest // 2 if at is None else int(at * (rest + 1)) for rest in (height - high, width - wide))
-    image = image[top : top + high, left : left + wide]
-    if (high, wide) != size:
-        method = cv2.INTER_AREA if high > size[0] else cv2.INTER_CUBIC
-        image = cv2.resize(np.ascontiguousarray(image), size[::-1], interpolation=method)
-    return image
-
-
 def jobs(tars: Iterable[Path], sizes: list[tuple[int, int]], batch: int, source: str | None) -> Iterator[Job]:
     """The samples of tars, in order; no job crosses from one tar to the next, and every tar has a last one."""
     for shard, tar in enumerate(tars):
@@ -158,7 +144,7 @@ class Decoder:
             # not key_fraction of the bare key: it decides on train and val, and val would be cut at one side
             at = common.key_fraction(f"crop {job.prefix}/{key}") if self.crop == "random" else None
             try:
-                pictures[len(keys)] = cut(common.decode_image(data), job.size, at)
+                pictures[len(keys)] = common.cut(common.decode_image(data), job.size, at)
             except common.Reject as e:
                 rejects[e.reason] += 1
                 rejected.append((key, e.reason))

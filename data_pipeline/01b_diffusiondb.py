@@ -16,7 +16,6 @@ Run the same command again to go on after a stop. What is left out is counted by
 import argparse
 import functools
 import json
-import re
 import zipfile
 from pathlib import Path
 
@@ -34,14 +33,6 @@ def part_name(number: int, large: bool) -> str:
     """Where a part lies in the data set, e.g. images/part-000001.zip."""
     folder = f"diffusiondb-large-part-{1 if number <= 10_000 else 2}" if large else "images"
     return f"{folder}/part-{number:06d}.zip"
-
-
-def parse_parts(text: str, large: bool) -> range:
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not 1 <= first <= last <= MAX_PARTS[large]:
-        common.fail(f"--parts is {text}: give a number or a range such as 1-500, from 1 to {MAX_PARTS[large]:,}")
-    return range(first, last + 1)
 
 
 def read_prompts(archive: zipfile.ZipFile, part: str) -> dict[str, dict]:
@@ -104,7 +95,7 @@ def main() -> None:
     parser.add_argument("--no_metadata", action="store_true", help="do without the NSFW scores")
     args = parser.parse_args()
     sources.check_arguments(args)
-    parts = parse_parts(args.parts, args.large)
+    parts = sources.parse_range("--parts", args.parts, 1, MAX_PARTS[args.large], "1-500")
     images, raw = args.out / "images", args.out / "raw"
     origin = sources.origin_of(args, images)
     settings = {name: getattr(args, name) for name in ("parts", "large", "no_metadata", "size", "min_side")}

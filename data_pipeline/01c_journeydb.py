@@ -29,14 +29,6 @@ ANNOTATIONS = "data/train/train_anno_realease_repath.jsonl"
 FLAGS = re.compile(r"<?https?://\S+>?|\s--?[a-z]+(?:\s+[\d.:]+(?=\s|$))?(?=\s|$)", re.IGNORECASE)
 
 
-def parse_archives(text: str) -> range:
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-    if not first <= last <= 199:
-        common.fail(f"--archives is {text}: give a number or a range such as 0-9, from 0 to 199")
-    return range(first, last + 1)
-
-
 def clean_prompt(prompt: str) -> str:
     """A prompt without addresses and Midjourney's flags: 'a cat --ar 3:2 --v 4' -> 'a cat'."""
     return " ".join(FLAGS.sub(" ", " " + prompt).split()).strip(" ,")
@@ -122,7 +114,7 @@ def main() -> None:
     parser.add_argument("--caption", choices=("caption", "prompt"), default="caption", help="what becomes the caption")
     args = parser.parse_args()
     sources.check_arguments(args)
-    archives = parse_archives(args.archives)
+    archives = sources.parse_range("--archives", args.archives, 0, 199, "0-9")
     images, raw = args.out / "images", args.out / "raw"
     origin = sources.origin_of(args, images)
     settings = {name: getattr(args, name) for name in ("archives", "caption", "size", "min_side")}

@@ -64,17 +64,13 @@ def read_people(path: Path | None) -> dict[str, str]:
     return {identity: PEOPLE[gender] for identity, gender in pairs if gender in PEOPLE}
 
 
-def identity_of(name: str) -> str:
-    return name.split("/")[-2] if "/" in name else ""
-
-
 def choose_pictures(names: list[str], per_identity: int | None, seed: int) -> list[str]:
     """At most so many pictures of each identity, those whose hash is lowest, in the order of their names."""
     if per_identity is None:
         return names
     by_identity = defaultdict(list)
     for name in names:
-        by_identity[identity_of(name)].append(name)
+        by_identity[sources.folder_of(name)].append(name)
     chosen = [
         sorted(group, key=lambda name: common.key_fraction(f"{seed}/{name}"))[:per_identity]
         for group in by_identity.values()
@@ -96,9 +92,10 @@ def main() -> None:
     root = sources.root_of(args)
     items = []
     for name in choose_pictures(sources.list_pictures(root), args.per_identity, args.seed):
-        person = people.get(identity_of(name), "person")
+        identity = sources.folder_of(name)
+        person = people.get(identity, "person")
         caption = sources.choose(templates, args.seed, name).format(person=person)
-        items.append((name, caption, {"url": f"file:{common.clean_text(name)}", "identity": identity_of(name)}))
+        items.append((name, caption, {"url": f"file:{common.clean_text(name)}", "identity": identity}))
     sources.build("01d_faces.py", args, root, items, {"per_identity": args.per_identity})
 
 

@@ -47,7 +47,7 @@ def main() -> None:
     root = sources.root_of(args)
     items = []
     for name in sources.list_pictures(root):
-        folder = name.split("/")[-2] if "/" in name else ""
+        folder = sources.folder_of(name)
         names = classes.get(folder)
         caption = args.template.format(name=sources.choose(names, args.seed, name)) if names else ""
         items.append((name, caption, {"url": f"file:{common.clean_text(name)}", "class": folder}))

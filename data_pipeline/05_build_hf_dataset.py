@@ -56,14 +56,14 @@ def read_manifests(folders: list[Path]) -> list[dict]:
 
 def read_rows(folders: list[Path], manifests: list[dict], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     """All rows of all token folders, in order, as batches of `schema`; fails at a repeated image key."""
-    keys = common.SeenSet()
+    keys = common.Hashes()
     for folder, manifest in zip(folders, manifests, strict=True):
         for shard in manifest["shards"]:
             for batch in pq.ParquetFile(folder / shard).iter_batches(READ_ROWS, columns=schema.names):
-                names = batch.column("image_key").to_pylist()
-                new = keys.add(names)
+                names = batch.column("image_key")
+                new = keys.add_new(common.hash_texts(names.cast(pa.large_string())))
                 if not new.all():
-                    name = names[int(np.flatnonzero(~new)[0])]
+                    name = names[int(np.flatnonzero(~new)[0])].as_py()
                     common.fail(
                         f"{folder / shard} repeats the image key {name}: give each source its own --source in 04"
                     )

@@ -14,7 +14,6 @@ take about 20 s and under 300 MB.
 import argparse
 import base64
 import html
-import importlib
 import sys
 import tarfile
 from collections import Counter
@@ -31,7 +30,6 @@ import pyarrow.parquet as pq
 import common
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # SD_Data, SD_Convert: imported where they are needed
-hash_texts = importlib.import_module("02_filter").hash_texts
 
 BATCH_ROWS = 65_536
 BARS = 48  # of a histogram, at most
@@ -118,7 +116,7 @@ class Repeats:
         self.hashes: list[np.ndarray] = []
 
     def add(self, values: pa.Array) -> None:
-        self.hashes.append(hash_texts(pc.cast(values.drop_null(), pa.large_string())))
+        self.hashes.append(common.hash_texts(pc.cast(values.drop_null(), pa.large_string())))
 
     def counts(self) -> tuple[int, int]:
         """Texts, and how many of them are repeats."""

@@ -41,6 +41,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
@@ -48,6 +49,8 @@ IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "
 MAX_PIXELS = 100_000_000  # a picture that claims more is rejected before anything is allocated (300 MB as RGB)
 TEXT_LENGTH = 77  # ids of a text, start and end included
 MAX_MEMBER_BYTES = 256 << 20  # a tar member that claims more is skipped
+MAX_WORDS = 1024  # of four bytes that hash_texts reads: longer text is replaced by its BLAKE2b
+MULTIPLIERS = np.random.Generator(np.random.Philox(key=0x5D)).integers(0, 1 << 64, (2, MAX_WORDS + 2), np.uint64)
 
 # Names of the same thing in LAION-400M, -2B, -aesthetic, COYO and img2dataset, best first, compared without case.
 ALIASES = {
@@ -356,32 +359,64 @@ def metadata_value(metadata: dict, canonical: str):
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-class SeenSet:
-    """Remembers 64-bit hashes of strings in 8 bytes each (beside a small set of recent ones)."""
+def hash_texts(values: pa.Array) -> np.ndarray:
+    """A 64-bit hash of each text (large_string, no nulls), uint64 [rows].
 
-    RECENT = 1 << 18
+    MULTILINEAR of Lemire and Kaser, "Strongly universal string hashing is fast" (2014), over words of four bytes and
+    the length, twice, 32 bits of each: two texts collide with probability 2^-64, any two of 10 million with 3e-6.
+    """
+    values = values.cast(pa.large_binary())
+    if len(values) and pc.max(pc.binary_length(values)).as_py() > 4 * MAX_WORDS:
+        short = (t if len(t) <= 4 * MAX_WORDS else hashlib.blake2b(t).digest() for t in values.to_pylist())
+        values = pa.array(short, pa.large_binary())
+    offsets = np.frombuffer(values.buffers()[1], np.int64)[values.offset :][: len(values) + 1]
+    starts, lengths = offsets[:-1], np.diff(offsets)
+    data = np.concatenate([np.frombuffer(values.buffers()[2] or b"", np.uint8), np.zeros(4, np.uint8)])
+    words = np.ndarray(len(data) - 3, "<u4", data, strides=(1,))  # the four bytes at each place
+    ends = np.array([0, 0xFF, 0xFFFF, 0xFFFFFF, 0xFFFFFFFF], np.uint64)  # what of a word belongs to the text
+    sums = [a[0] + a[1] * lengths.astype(np.uint64) for a in MULTIPLIERS]
+    rows, word = np.flatnonzero(lengths), 0
+    while len(rows):
+        left = lengths[rows] - 4 * word
+        value = words[starts[rows] + 4 * word] & ends[np.minimum(left, 4)]
+        for a, total in zip(MULTIPLIERS, sums):
+            total[rows] += a[word + 2] * value
+        rows, word = rows[left > 4], word + 1
+    return sums[0] >> np.uint64(32) << np.uint64(32) | sums[1] >> np.uint64(32)
+
+
+class Hashes:
+    """A set of 64-bit hashes in 8 bytes each: a large sorted array and a small one of the recent ones."""
+
+    RECENT = 1 << 20
 
     def __init__(self):
-        self.sorted = np.empty(0, np.uint64)
-        self.recent: set[int] = set()
+        self.sorted = self.recent = np.empty(0, np.uint64)
 
-    def add(self, texts: list[str]) -> np.ndarray:
-        """bool [len(texts)]: whether each was new. Two strings of 10 million collide with probability 3e-6."""
-        digests = b"".join(hashlib.blake2b(t.encode("utf-8", "replace"), digest_size=8).digest() for t in texts)
-        hashes = np.frombuffer(digests, np.uint64)
-        places = np.searchsorted(self.sorted, hashes)
-        old = np.zeros(len(hashes), bool)
-        inside = places < len(self.sorted)
-        old[inside] = self.sorted[places[inside]] == hashes[inside]
-        new = np.zeros(len(hashes), bool)
-        for i in np.flatnonzero(~old):
-            number = int(hashes[i])
-            if number not in self.recent:
-                self.recent.add(number)
-                new[i] = True
-        if len(self.recent) > self.RECENT:
-            self.sorted = np.union1d(self.sorted, np.fromiter(self.recent, np.uint64, len(self.recent)))
-            self.recent = set()
+    def contains(self, hashes: np.ndarray) -> np.ndarray:
+        """bool [len(hashes)]."""
+        order = np.argsort(hashes)  # neighbours are then looked up in the same piece of memory
+        found = np.zeros(len(hashes), bool)
+        for part in (self.sorted, self.recent):
+            if len(part):
+                places = np.searchsorted(part, hashes[order])
+                found[order] |= part[np.minimum(places, len(part) - 1)] == hashes[order]
+        return found
+
+    def add(self, hashes: np.ndarray) -> None:
+        """Adds hashes that are not in it."""
+        hashes = np.unique(hashes)
+        self.recent = np.insert(self.recent, np.searchsorted(self.recent, hashes), hashes)
+        if len(self.recent) > max(self.RECENT, len(self.sorted) // 16):
+            self.sorted = np.insert(self.sorted, np.searchsorted(self.sorted, self.recent), self.recent)
+            self.recent = np.empty(0, np.uint64)
+
+    def add_new(self, hashes: np.ndarray) -> np.ndarray:
+        """Adds hashes; bool [len(hashes)]: whether each was new, the first of equal ones counting as new."""
+        first = np.zeros(len(hashes), bool)
+        first[np.unique(hashes, return_index=True)[1]] = True
+        new = first & ~self.contains(hashes)
+        self.add(hashes[new])
         return new
 
 
@@ -549,20 +584,7 @@ def _iter_members(tar_path: Path, counts: Counter, images: bool) -> Iterator[tup
     except OSError as error:
         fail(f"cannot read {tar_path}: {error.strerror}: give a tar that is there and may be read")
     with tar:
-        for member in tar:
-            tar.members.clear()  # or the list grows with the tar
-            name = member.name.removeprefix("./")
-            if member.isdir():
-                continue
-            if not member.isreg():
-                counts["link"] += 1
-                continue
-            if name.startswith("/") or ".." in name.split("/") or not _is_utf8(name):
-                counts["unsafe_name"] += 1
-                continue
-            if member.size > MAX_MEMBER_BYTES:
-                counts["too_large"] += 1
-                continue
+        for member, name in plain_members(tar, counts, _is_safe):
             skip = not images and name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS
             yield name, None if skip else tar.extractfile(member).read()
         # tarfile ends silently at a damaged header: a whole tar has a block of zeros there
@@ -571,12 +593,32 @@ def _iter_members(tar_path: Path, counts: Counter, images: bool) -> Iterator[tup
             raise tarfile.ReadError("no end of archive")
 
 
-def _is_utf8(name: str) -> bool:
+def plain_members(
+    tar: tarfile.TarFile, counts: Counter, is_safe: Callable[[str], bool]
+) -> Iterator[tuple[tarfile.TarInfo, str]]:
+    """The plain files of an open tar and their names. Others are counted: link, unsafe_name, too_large."""
+    for member in tar:
+        tar.members.clear()  # or the list grows with the tar
+        name = member.name.removeprefix("./")
+        if member.isdir():
+            continue
+        if not member.isreg():
+            counts["link"] += 1
+        elif not is_safe(name):
+            counts["unsafe_name"] += 1
+        elif member.size > MAX_MEMBER_BYTES:
+            counts["too_large"] += 1
+        else:
+            yield member, name
+
+
+def _is_safe(name: str) -> bool:
+    """Whether a key can be made of a name: inside the tar's folder, and UTF-8."""
     try:
         name.encode()
     except UnicodeEncodeError:
         return False
-    return "\0" not in name
+    return not name.startswith("/") and ".." not in name.split("/") and "\0" not in name
 
 
 def _finish_sample(members: dict[str, bytes | None], counts: Counter) -> dict:
@@ -827,14 +869,21 @@ def resize_crop(image: np.ndarray, size: int, crop: str = "center") -> np.ndarra
     interpolation (up). Cropping comes first, so that a very long picture costs no more than a square one."""
     if crop != "center":
         raise ValueError(f"crop must be 'center', not {crop!r}")
+    return np.ascontiguousarray(cut(image, (size, size)))
+
+
+def cut(image: np.ndarray, size: tuple[int, int], at: float | None = None) -> np.ndarray:
+    """uint8 [H, W, 3] -> [*size, 3]: the largest part of size's aspect, from the middle, or with `at` in [0, 1) that
+    far from the top or left; scaled by area averaging (down) or cubic interpolation (up)."""
     height, width = image.shape[:2]
-    side = min(height, width)
-    top, left = (height - side) // 2, (width - side) // 2
-    image = image[top : top + side, left : left + side]
-    if side != size:
-        method = cv2.INTER_AREA if side > size else cv2.INTER_CUBIC
-        image = cv2.resize(np.ascontiguousarray(image), (size, size), interpolation=method)
-    return np.ascontiguousarray(image)
+    high = min(height, max(1, round(width * size[0] / size[1])))
+    wide = min(width, max(1, round(height * size[1] / size[0])))
+    top, left = (rest // 2 if at is None else int(at * (rest + 1)) for rest in (height - high, width - wide))
+    image = image[top : top + high, left : left + wide]
+    if (high, wide) != size:
+        method = cv2.INTER_AREA if high > size[0] else cv2.INTER_CUBIC
+        image = cv2.resize(np.ascontiguousarray(image), size[::-1], interpolation=method)
+    return image
 
 
 def encode_jpeg(image: np.ndarray) -> bytes:

@@ -10,6 +10,7 @@ import hashlib
 import http.client
 import json
 import os
+import re
 import tarfile
 import time
 import urllib.error
@@ -53,6 +54,20 @@ def add_arguments(parser: argparse.ArgumentParser, path_help: str, url_help: str
 def check_arguments(args: argparse.Namespace) -> None:
     if args.size < 8 or args.min_side < 0 or not 1 <= getattr(args, "shard_size", 1) <= 10_000:
         common.fail("--size must be at least 8, --min_side at least 0, --shard_size from 1 to 10,000")
+
+
+def parse_range(flag: str, text: str, lowest: int, highest: int, example: str) -> range:
+    """The numbers of '7' or '1-500'; fails unless they lie between lowest and highest."""
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (highest, lowest - 1)
+    if not lowest <= first <= last <= highest:
+        common.fail(f"{flag} is {text}: give a number or a range such as {example}, from {lowest} to {highest:,}")
+    return range(first, last + 1)
+
+
+def folder_of(name: str) -> str:
+    """The folder right above a picture; '' if there is none."""
+    return name.split("/")[-2] if "/" in name else ""
 
 
 def choose(options: list, seed: int, key: str):
@@ -183,22 +198,11 @@ def iter_tgz(path: Path, counts: Counter) -> Iterator[tuple[str, bytes]]:
     left out is counted: link, unsafe_name, too_large, cut_tar (what came whole before is yielded)."""
     try:
         with tarfile.open(path, "r|*") as tar:
-            for member in tar:
-                tar.members.clear()  # or the list grows with the tar
-                name = member.name.removeprefix("./")
-                if member.isdir():
-                    continue
-                if not member.isreg():
-                    counts["link"] += 1
-                elif not is_safe(name):
-                    counts["unsafe_name"] += 1
-                elif member.size > common.MAX_MEMBER_BYTES:
-                    counts["too_large"] += 1
-                else:
-                    data = tar.extractfile(member).read()
-                    if len(data) < member.size:
-                        raise tarfile.ReadError("cut")
-                    yield name, data
+            for member, name in common.plain_members(tar, counts, is_safe):
+                data = tar.extractfile(member).read()
+                if len(data) < member.size:
+                    raise tarfile.ReadError("cut")
+                yield name, data
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise

@@ -17,8 +17,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import cv2  # noqa: E402
-
 from data_pipeline import common, shapes  # noqa: E402
 from demo import evaluate  # noqa: E402
 from SD_Model import InputError, run_cli  # noqa: E402
@@ -75,16 +73,11 @@ def run_stage(name: str, lines: list[list[str]]):
             raise SystemExit(f"error: stage '{name}' ended with status {done.returncode}; mend it and run again")
 
 
-def read_pictures(folder: Path) -> list:
-    """RGB uint8 pictures 00000.png, 00001.png, ... of a folder."""
-    return [cv2.cvtColor(cv2.imread(str(p)), cv2.COLOR_BGR2RGB) for p in sorted(folder.glob("[0-9]*.png"))]
-
-
 def measure(out: Path) -> dict:
     """Accuracy on prompts whose pair of shape and colour was never trained, and what a negative prompt does."""
     prompts = [json.loads(line) for line in (out / "prompts.jsonl").read_text().splitlines()]
-    result = evaluate.accuracy(read_pictures(out / "held_out"), prompts)
-    plain, negative = read_pictures(out / "circles"), read_pictures(out / "circles_not_red")
+    result = evaluate.accuracy(evaluate.read_images(out / "held_out"), prompts)
+    plain, negative = evaluate.read_images(out / "circles"), evaluate.read_images(out / "circles_not_red")
     result["red_without_negative"] = evaluate.share(plain, "colour", "red")
     result["red_with_negative"] = evaluate.share(negative, "colour", "red")
     result["circles_with_negative"] = evaluate.share(negative, "shape", "circle")

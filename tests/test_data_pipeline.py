@@ -355,12 +355,16 @@ def test_atomic_write_keeps_the_old_file(tmp_path):
 
 
 def test_seen_set():
-    seen = common.SeenSet()
+    seen = common.Hashes()
     seen.RECENT = 10  # so that the sorted part is used
-    assert seen.add(["a", "b", "a"]).tolist() == [True, True, False]
+
+    def add(texts):
+        return seen.add_new(common.hash_texts(pa.array(texts, pa.large_string())))
+
+    assert add(["a", "b", "a"]).tolist() == [True, True, False]
     for start in range(0, 100, 20):
-        assert seen.add([f"k{i}" for i in range(start, start + 20)]).all()
-    assert not seen.add([f"k{i}" for i in range(100)]).any() and seen.add(["new"]).all()
+        assert add([f"k{i}" for i in range(start, start + 20)]).all()
+    assert not add([f"k{i}" for i in range(100)]).any() and add(["new"]).all()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

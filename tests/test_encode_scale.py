@@ -65,8 +65,8 @@ def vae(tmp_path):
 @pytest.mark.parametrize("shape", [(40, 40), (32, 90), (90, 32), (20, 31), (1, 300)])
 def test_cut_is_the_crop_of_the_other_scripts(shape):
     image = np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
-    assert (encode_latents.cut(image, (SIZE, SIZE)) == common.resize_crop(image, SIZE)).all()
-    assert encode_latents.cut(image, (24, 40), at=0.999999).shape == (24, 40, 3)
+    assert (common.cut(image, (SIZE, SIZE)) == common.resize_crop(image, SIZE)).all()
+    assert common.cut(image, (24, 40), at=0.999999).shape == (24, 40, 3)
 
 
 def test_random_crop_belongs_to_the_key(tmp_path, vae):
@@ -155,7 +155,7 @@ def test_buckets_take_each_picture_to_the_nearest_aspect(tmp_path, vae):
             keys, rows = read(out, f"00000_{name}")
             upright = name == "40x24"
             assert keys == [f"things/00000/{i:03d}" for i in numbers] + ["things/00000/lying"] * upright
-            pictures = [encode_latents.cut(images[f"{i:03d}"], size) for i in numbers]
+            pictures = [common.cut(images[f"{i:03d}"], size) for i in numbers]
             assert_latents(rows[: len(numbers)], expected(vae, pictures))
             assert rows.shape[1:] == (4, size[0] // 8, size[1] // 8)
     write_tar(folder, "00000", members[:1])

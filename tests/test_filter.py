@@ -200,25 +200,25 @@ def test_refusals_are_one_sentence(tmp_path):
 def plain_hash(text: bytes) -> int:
     """MULTILINEAR as its paper has it, one word after the other."""
     words = [len(text), *(int.from_bytes(text[i : i + 4], "little") for i in range(0, len(text), 4))]
-    halves = [(int(a[0]) + sum(int(m) * w for m, w in zip(a[1:], words))) % 2**64 >> 32 for a in FILTER.MULTIPLIERS]
+    halves = [(int(a[0]) + sum(int(m) * w for m, w in zip(a[1:], words))) % 2**64 >> 32 for a in common.MULTIPLIERS]
     return halves[0] << 32 | halves[1]
 
 
 def test_hashes_are_those_of_the_paper_and_tell_texts_apart():
     texts = ["", "\0", "\0\0\0\0", "a", "a\0", "abcd", "abcde", "abce", "é", "https://x.org/1", "https://x.org/2"]
     texts += ["x" * n for n in (4095, 4096)]
-    hashes = FILTER.hash_texts(pa.array(texts, pa.large_string()))
+    hashes = common.hash_texts(pa.array(texts, pa.large_string()))
     assert [int(h) for h in hashes] == [plain_hash(t.encode()) for t in texts]
     long = ["x" * 4097, "x" * 5000, "x" * 4999 + "y"]
-    everything = FILTER.hash_texts(pa.array(texts + long, pa.large_string()))
+    everything = common.hash_texts(pa.array(texts + long, pa.large_string()))
     assert everything[: len(texts)].tolist() == hashes.tolist() and len(set(everything.tolist())) == len(texts + long)
-    assert FILTER.hash_texts(pa.array(["skip", *texts], pa.large_string()).slice(1, 5)).tolist() == hashes[:5].tolist()
-    assert len(FILTER.hash_texts(pa.array([], pa.large_string()))) == 0
+    assert common.hash_texts(pa.array(["skip", *texts], pa.large_string()).slice(1, 5)).tolist() == hashes[:5].tolist()
+    assert len(common.hash_texts(pa.array([], pa.large_string()))) == 0
 
 
 def test_duplicates_are_those_of_a_plain_loop():
     rng = np.random.default_rng(0)
-    seen = {"url": FILTER.Hashes(), "content": FILTER.Hashes()}
+    seen = {"url": common.Hashes(), "content": common.Hashes()}
     for part in seen.values():
         part.RECENT = 50  # so that both arrays are used
     kept: dict[str, set] = {"url": set(), "content": set()}
