@@ -25,6 +25,7 @@ from PIL.PngImagePlugin import PngInfo
 from tqdm import tqdm
 
 import SD_Convert
+import SD_Kernels
 from SD_Model import InputError, NoiseSchedule, TextEncoder, run_cli
 from SD_Samplers import SAMPLERS
 
@@ -40,6 +41,49 @@ def pick_device(name: str | None) -> torch.device:
     if not present.get(kind):
         raise InputError(f"--device {name} was wanted, and this machine has {[k for k, v in present.items() if v]}")
     return torch.device(name)
+
+
+def layout(device: torch.device) -> torch.memory_format:
+    """The memory format that convolutions are fastest in."""
+    return torch.channels_last if device.type == "cuda" else torch.preserve_format
+
+
+def fast(unet, device: torch.device, dtype: torch.dtype):
+    """A UNet on its device, with the fused kernels where they run."""
+    unet = unet.to(device, dtype, memory_format=layout(device))
+    return SD_Kernels.apply(unet) if SD_Kernels.available(device) else unet
+
+
+@torch.no_grad()
+def benchmark(unet, vae, context: torch.Tensor, args, shape: tuple[int, int, int], device, dtype) -> dict:
+    """Time args.benchmark steps of DDIM under guidance, args.batch pictures at once, and the VAE's decoder."""
+    sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    started = time.perf_counter()
+    call = SD_Kernels.Graphed(unet) if isinstance(unet, SD_Kernels.FusedUNet) else unet
+    contexts = torch.stack([context] * args.batch)
+    x = torch.randn(args.batch, *shape, device=device)
+    model = guided(call, contexts, contexts, args.cfg)
+    sampler = make_sampler("ddim", NoiseSchedule("scaled_linear"), {})
+    sampler(model, x, 5, randn=lambda x: torch.randn_like(x))
+    sync()
+    first = time.perf_counter() - started
+    started = time.perf_counter()
+    sampler(model, x, args.benchmark, randn=lambda x: torch.randn_like(x))
+    sync()
+    step = (time.perf_counter() - started) / args.benchmark
+    vae = vae.to(device, dtype, memory_format=layout(device))
+    decode_latents(vae, x.cpu(), args.batch, device, dtype)
+    started = time.perf_counter()
+    for _ in range(3):
+        decode_latents(vae, x.cpu(), args.batch, device, dtype)
+    decode = (time.perf_counter() - started) / 3 / args.batch
+    calls = 2 if args.cfg not in (0, 1) else 1
+    return {"batch": args.batch, "latent": list(shape), "cfg": args.cfg, "steps": args.benchmark,
+            "ms_per_step": round(step * 1e3, 3), "steps_per_s": round(1 / step, 2),
+            "evaluations_per_s": round(calls * args.batch / step, 1), "decode_ms_per_picture": round(decode * 1e3, 2),
+            "first_steps_s": round(first, 2), "dtype": str(dtype).removeprefix("torch."),
+            "kernels": call is not unet, "torch": torch.__version__,
+            "card": torch.cuda.get_device_name() if device.type == "cuda" else "cpu"}  # fmt: skip
 
 
 def initial_noise(seeds: list[int], shape: tuple[int, int, int]) -> torch.Tensor:
@@ -285,6 +329,7 @@ def parse_args(argv=None):
     p.add_argument("--weights", choices=["ema", "live"], default="ema")
     p.add_argument("--device", help="cuda, cuda:1, mps or cpu; default: the best there is")
     p.add_argument("--dtype", choices=list(DTYPES), help="default: bf16 on CUDA, fp32 elsewhere")
+    p.add_argument("--benchmark", type=int, metavar="STEPS", help="time so many steps with --batch, write nothing")
     p.add_argument("--out", default="out", help="a folder, or a .png for one picture")
     return p.parse_args(argv)
 
@@ -334,14 +379,21 @@ def main(argv=None):
     text_encoder = text_encoder.to(device, dtype)
     contexts, nulls = encode_pairs(text_encoder, [j["prompt"] for j in jobs], [j["negative"] for j in jobs])
     del text_encoder
-    unet = model.unet().to(device, dtype, memory_format=torch.channels_last if device.type == "cuda" else None)
+    unet = fast(model.unet(), device, dtype)
+    if args.benchmark:
+        if isinstance(unet, SD_Kernels.FusedUNet):
+            SD_Kernels.apply(vae)
+        row = benchmark(unet, vae, contexts[0], args, (z, height // factor, width // factor), device, dtype)
+        return print(json.dumps({"benchmark": "sample", "model": args.model} | row))
+    if isinstance(unet, SD_Kernels.FusedUNet):
+        unet, vae = SD_Kernels.Graphed(unet), SD_Kernels.apply(vae)
     latents = sample_latents(
         unet, contexts, nulls, [j["seed"] for j in jobs], (z, height // factor, width // factor), sampler=sampler,
         steps=args.steps, cfg=args.cfg, batch=args.batch, device=device, progress=True, rescale=args.cfg_rescale,
         init=init,
     )  # fmt: skip
     del unet
-    pictures = decode_latents(vae.to(device, dtype), latents, args.batch, device, dtype)
+    pictures = decode_latents(vae.to(device, dtype, memory_format=layout(device)), latents, args.batch, device, dtype)
 
     common = {"steps": args.steps, "cfg": args.cfg, "sampler": args.sampler, "size": [width, height],
               "weights": args.weights, "model": str(args.model)}  # fmt: skip

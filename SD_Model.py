@@ -205,8 +205,14 @@ class SpatialTransformer(nn.Module):
         self.proj_in = nn.Conv2d(channels, channels, 1)
         self.transformer_blocks = nn.ModuleList([TransformerBlock(channels, context_dim, heads)])
         self.proj_out = nn.Conv2d(channels, channels, 1)
+        self.grad_checkpoint = False
 
     def forward(self, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        if self.grad_checkpoint and torch.is_grad_enabled():
+            return checkpoint(self._forward, x, context, use_reentrant=False)
+        return self._forward(x, context)
+
+    def _forward(self, x, context):
         B, C, H, W = x.shape
         h = self.proj_in(self.norm(x))
         h = h.permute(0, 2, 3, 1).reshape(B, H * W, C)  # [B, HW, C]; no copy where memory is channels_last
@@ -311,11 +317,14 @@ class UNet(nn.Module):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
 
-    def set_grad_checkpoint(self, on: bool):
-        """Recompute residual blocks in the backward pass (non-reentrant) instead of keeping their activations."""
+    def set_grad_checkpoint(self, which: str):
+        """Recompute in the backward pass (non-reentrant), instead of keeping the activations: those of residual blocks
+        ('resblocks'), of residual and transformer blocks ('all'), or nothing ('none')."""
+        if which not in ("none", "resblocks", "all"):
+            raise ValueError(f"grad_checkpoint wants none, resblocks or all, found {which!r}")
         for m in self.modules():
-            if isinstance(m, ResBlock):
-                m.grad_checkpoint = on
+            if isinstance(m, ResBlock | SpatialTransformer):
+                m.grad_checkpoint = which == "all" or (which == "resblocks" and isinstance(m, ResBlock))
 
     def forward(self, latents: torch.Tensor, timesteps: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         """Predict the noise (or v) in noisy latents.

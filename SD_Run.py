@@ -101,15 +101,40 @@ class HostCopy:
     """Copies of tensors in host memory, in buffers made once and used again for the next checkpoint. For CUDA they are
     pinned: then the copy runs at the bus's full speed, without the driver's detour through its own small buffer."""
 
-    def __init__(self, pin: bool):
+    CHUNK = 1 << 30  # bytes pinned at a time; a power of two, to which torch's allocator would round up anyway
+
+    def __init__(self, pin: bool, size: int = 0):
+        """size: bytes to be pinned ahead, in a thread, since the driver takes a second for a few GB of them."""
         self.pin, self.buffers = pin, {}
+        self._chunks = []  # [bytes, how many are given away]
+        self._thread = threading.Thread(target=self._reserve, args=(size,), daemon=True)
+        if pin:
+            self._thread.start()
+
+    def _reserve(self, size: int):
+        for _ in range(0, size, self.CHUNK):
+            self._chunks.append([torch.empty(self.CHUNK, dtype=torch.uint8, pin_memory=True).numpy(), 0])
+
+    def _buffer(self, value: torch.Tensor) -> torch.Tensor:
+        size = value.numel() * value.element_size()
+        if not self.pin or size == 0 or size > self.CHUNK:
+            return torch.empty(value.shape, dtype=value.dtype, pin_memory=self.pin)
+        chunk = next((c for c in self._chunks if c[1] + size <= self.CHUNK), None)
+        if chunk is None:
+            self._reserve(1)
+            chunk = self._chunks[-1]
+        start, chunk[1] = chunk[1], chunk[1] + size + -size % 64
+        # A storage of its own for each tensor, as torch.save writes whole storages.
+        return torch.frombuffer(chunk[0], dtype=value.dtype, count=value.numel(), offset=start).view(value.shape)
 
     def __call__(self, value, name: str = ""):
         """A copy of a tensor, or of every tensor in dicts and lists. Call wait() before it is read."""
         if isinstance(value, torch.Tensor):
             buffer = self.buffers.get(name)
             if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-                buffer = self.buffers[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=self.pin)
+                if self._thread.is_alive():
+                    self._thread.join()
+                buffer = self.buffers[name] = self._buffer(value)
             return buffer.copy_(value.detach(), non_blocking=self.pin)
         if isinstance(value, dict):
             return {k: self(v, f"{name}/{k}") for k, v in value.items()}
@@ -228,6 +253,9 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer):
     """AdamW's state of a checkpoint. Nothing but tensors and plain values is unpickled."""
     try:
         optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True))
+        for p, state in optimizer.state.items():  # fused steps want moments that lie in memory as their weights do
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.empty_like(p, requires_grad=False).copy_(state[name])
     except (pickle.UnpicklingError, RuntimeError, ValueError, KeyError) as e:
         raise InputError(
             f"the optimizer's state was wanted in {checkpoint / 'optimizer.pt'}, and it is not that of this run "

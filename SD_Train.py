@@ -37,12 +37,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 import SD_Convert
 import SD_ImageGen
+import SD_Kernels
 from data_pipeline import common
 from SD_Data import (
     Batch,
@@ -128,15 +130,16 @@ DEFAULTS = dict(
     train_text_encoder=False, text_lr=0.1, prediction="epsilon", zero_terminal_snr=False, zero_init="all",
     weighting="min_snr", offset_noise=0.0, lr_schedule="cosine", beta1=0.9, beta2=0.999, clip=1.0, adaptive_clip=0.0,
     latent_fraction=1.0, seed=0, max_steps=None,
-    grad_checkpoint="none", compile=False, dtype=None, channels_last=None, save_steps=1000, keep_last=3, keep_every=0,
+    grad_checkpoint="none", kernels=None, compile=False, compress_gradients=False,
+    dtype=None, channels_last=None, save_steps=1000, keep_last=3, keep_every=0,
     val_steps=500, val_images=256, sample_steps=1000, sample_prompts=None, sample_cfg=7.5, log_steps=10,
     max_skipped=10, wandb="auto",
 )  # fmt: skip
 # What --resume may change; the rest must stay as the run began.
 CHANGEABLE = set(
-    "dataset latents data_root vae text_encoder tokenizer max_steps epochs lr batch accumulate grad_checkpoint compile "
-    "dtype channels_last save_steps keep_last keep_every val_steps val_images sample_steps sample_prompts sample_cfg "
-    "log_steps max_skipped wandb".split()
+    "dataset latents data_root vae text_encoder tokenizer max_steps epochs lr batch accumulate grad_checkpoint kernels "
+    "compile compress_gradients dtype channels_last save_steps keep_last keep_every val_steps val_images sample_steps "
+    "sample_prompts sample_cfg log_steps max_skipped wandb".split()
 )
 SMALL_VAE = 64 << 20  # bytes; a VAE up to this goes into each checkpoint, a larger one by name and hash
 # Dense bf16 FLOP/s of tensor cores, from the makers' data sheets, for MFU.
@@ -202,9 +205,13 @@ def parse_args(argv=None) -> argparse.Namespace:
     g = p.add_argument_group("speed and memory")
     g.add_argument("--device", help="cuda, mps or cpu; default: the best there is")
     g.add_argument("--dtype", choices=["fp32", "bf16"], help="autocast; default bf16 on CUDA, fp32 elsewhere")
-    g.add_argument("--grad_checkpoint", choices=["none", "resblocks"], help="recompute residual blocks in backward")
-    g.add_argument("--compile", help="torch.compile of each residual block and transformer", **on)
-    g.add_argument("--no_compile", dest="compile", action="store_false", default=None)
+    g.add_argument("--grad_checkpoint", choices=["none", "resblocks", "all", "auto"],
+                   help="blocks to recompute in backward, to save memory: residual ones, transformers too, or as "
+                   "few as fit the card (none)")  # fmt: skip
+    g.add_argument("--kernels", help="fused Triton kernels; default on NVIDIA cards that run them", **on)
+    g.add_argument("--no_kernels", dest="kernels", action="store_false", default=None)
+    g.add_argument("--compile", help="instead: torch.compile of each residual block and transformer", **on)
+    g.add_argument("--compress_gradients", help="average gradients over GPUs in bf16: half the traffic, rounded", **on)
     g.add_argument("--channels_last", help="memory format; default on CUDA", **on)
     g.add_argument("--contiguous", dest="channels_last", action="store_false", default=None)
 
@@ -279,6 +286,8 @@ def resolve(args, saved: dict | None) -> dict:
         raise InputError(
             "--zero_terminal_snr wants --prediction v: where no signal is left, the noise says nothing of it"
         )
+    if settings["kernels"] and settings["compile"]:
+        raise InputError("--kernels and --compile exclude each other: choose one")
     if (settings["dataset"] is None) != (settings["latents"] is None):
         raise InputError("--dataset and --latents name one source together: give both, or --data_root alone")
     return settings
@@ -342,6 +351,28 @@ def make_optimizer(denoiser: Denoiser, settings: dict) -> torch.optim.AdamW:
     )
 
 
+class Update:
+    """What follows the backward pass: clipping, AdamW, EMA; with fused kernels in one pass over memory."""
+
+    def __init__(self, optimizer: torch.optim.AdamW, parameters: list, averages: list, fused: bool):
+        self.optimizer, self.parameters, self.averages = optimizer, parameters, averages
+        self.fused = SD_Kernels.FusedStep(optimizer, dict(zip(parameters, averages))) if fused else None
+
+    def norm(self, limit: float) -> torch.Tensor:
+        """Norm of all gradients; they may be clipped to the limit by it."""
+        if self.fused:
+            return nn.utils.get_total_norm([p.grad for p in self.parameters], foreach=True)
+        return nn.utils.clip_grad_norm_(self.parameters, limit, foreach=True)
+
+    def step(self, lr: float, norm: float, limit: float, decay: float):
+        set_lr(self.optimizer, lr)
+        if self.fused:
+            self.fused.step(lr, min(1.0, limit / (norm + 1e-6)), decay)
+        else:
+            self.optimizer.step()
+            update_ema(self.averages, self.parameters, decay)
+
+
 def sample_losses(net, batch: Batch, text: torch.Tensor, schedule: NoiseSchedule) -> torch.Tensor:
     """Mean squared error of each sample's prediction, fp32 [B]. net(noisy, t, text) predicts."""
     noisy = schedule.add_noise(batch.latents, batch.noise, batch.t)  # [B, z, h, w]
@@ -370,6 +401,39 @@ def backward(net, batch: Batch, text: torch.Tensor, schedule: NoiseSchedule, set
     return loss.detach()
 
 
+def graphs_run(settings: dict, world: int) -> bool:
+    """Whether forward and backward passes are recorded as CUDA graphs. DDP's hooks are not for recording."""
+    return settings["kernels"] and world == 1 and not PRESETS[settings["model"]]["unet"].dropout
+
+
+def make_micro_step(net, text_of, schedule: NoiseSchedule, settings: dict, parameters: list, world: int, say):
+    """micro_step(batch, first) -> weighted losses [B]: forward and backward of one micro-batch; first of its step?"""
+
+    def plain(latents, noise, t, ids):
+        batch = Batch(latents, noise, t, ids)
+        return backward(net, batch, text_of(ids), schedule, settings, 1 / settings["accumulate"])
+
+    if not graphs_run(settings, world):
+        return lambda batch, first: plain(*batch[:4])
+    graphed, state = SD_Kernels.GraphedBackward(plain, parameters), {"works": True}
+
+    def micro_step(batch, first):
+        if state["works"]:
+            try:
+                return graphed(*batch[:4], first=first)
+            except RuntimeError as e:  # a text encoder that waits for the device, say
+                if graphed.graphs or isinstance(e, torch.OutOfMemoryError):
+                    raise
+                say(f"note: without CUDA graphs, which this network does not allow ({str(e).splitlines()[0]})")
+                torch.cuda.synchronize()
+                state["works"] = False
+                for p in parameters:
+                    p.grad = None
+        return plain(*batch[:4])
+
+    return micro_step
+
+
 def averaging(model: nn.Module, last: bool):
     """The context of one micro-batch, forward and backward: only in a step's last one do ranks average gradients."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) and not last else contextlib.nullcontext()
@@ -392,15 +456,19 @@ def wrap(denoiser: Denoiser, settings: dict, world: int) -> nn.Module:
         for m in denoiser.unet.modules():
             if isinstance(m, ResBlock | SpatialTransformer):
                 m.compile(dynamic=False)
+        torch._dynamo.config.recompile_limit = 64  # there are over 20 shapes of residual blocks
     if world == 1:
         return denoiser
     device = next(denoiser.parameters()).device
-    return DistributedDataParallel(
+    ddp = DistributedDataParallel(
         denoiser,
         device_ids=[device.index] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         broadcast_buffers=False,
     )
+    if settings["compress_gradients"]:
+        ddp.register_comm_hook(None, bf16_compress_hook)
+    return ddp
 
 
 def in_autocast(net, device: torch.device, dtype: str):
@@ -778,13 +846,20 @@ def main(argv=None):
     # Networks and data. Fresh weights are drawn on the CPU from the seed, so that every device and rank starts alike.
     torch.manual_seed(settings["seed"])
     unet = UNet(PRESETS[settings["model"]]["unet"], settings["zero_init"])
-    unet.set_grad_checkpoint(settings["grad_checkpoint"] == "resblocks")
-    if args.benchmark:
+    if args.kernels and not SD_Kernels.available(device):
+        raise InputError(f"--kernels wants an NVIDIA GPU of 2020 or later and Triton, found {device}; drop the flag")
+    if args.kernels is None:  # also on resume, which may be on another machine
+        settings["kernels"] = SD_Kernels.available(device) and not settings["compile"]
+    if settings["kernels"]:
+        SD_Kernels.apply(unet)
+    if args.benchmark and args.data_root is args.dataset is args.data is None:
+        unet.set_grad_checkpoint(choose_grad_checkpoint(settings, Denoiser(unet, None), None, device, say))
         return benchmark(args.benchmark, settings, Denoiser(unet, None), schedule, memory, device, rank, world)
     text_encoder = load_text_encoder(settings, checkpoint)
     trains_text = settings["train_text_encoder"]
     text_encoder.requires_grad_(trains_text)
     denoiser = Denoiser(unet, text_encoder if trains_text else None)
+    unet.set_grad_checkpoint(choose_grad_checkpoint(settings, denoiser, text_encoder, device, say))
     data = load_data(settings, text_encoder, pretouch=local == 0)
     train, val = data.train, data.val
     say(f"data: {len(train):,} training and {len(val):,} held-out pictures; {train.missing + val.missing:,} without a "
@@ -798,6 +873,30 @@ def main(argv=None):
     total = settings["max_steps"] or int(settings["epochs"] * order.epoch_size) // global_batch
     if total < 1:
         raise InputError(f"{settings['epochs']} epochs of {order.epoch_size} pictures make no step of {global_batch}")
+    micro, accumulate, null_ids = settings["batch"], settings["accumulate"], text_encoder.tokenize([""])[0].numpy()
+
+    @torch.no_grad()
+    def text_of(ids: torch.Tensor) -> torch.Tensor:
+        """What the denoiser wants of the text: ids if it trains the text encoder, else the frozen encoder's context."""
+        return ids if trains_text else in_autocast(text_encoder, device, settings["dtype"])(ids)
+
+    def next_batches(positions: np.ndarray) -> Batch:
+        return make_batch(
+            train, order, positions, null_ids, settings["drop"], settings["seed"], schedule.steps,
+            settings["offset_noise"],
+        )  # fmt: skip
+
+    def loader_of(first: int, end: int) -> Prefetcher:
+        """This rank's micro-batches of the steps from first to end."""
+        positions = rank_positions(first, end, global_batch, micro, accumulate, rank, world)
+        return Prefetcher(next_batches, positions, device)
+
+    if args.benchmark:
+        text_encoder.to(device).eval()
+        loader = loader_of(0, args.benchmark + min(20, args.benchmark))
+        return benchmark(
+            args.benchmark, settings, denoiser, schedule, memory, device, rank, world, loader, text_of
+        )  # fmt: skip
     if args.dry_run:
         return dry_run(out, settings, denoiser, text_encoder, total, global_batch, order, device) if rank == 0 else None
     vae = load_vae(settings, data.vae) if settings["sample_steps"] or settings["vae"] else None
@@ -817,36 +916,26 @@ def main(argv=None):
     denoiser.to(device, memory_format=memory).train()
     ema.to(device, memory_format=memory)
     text_encoder.to(device).eval()
+    parameters, averages = list(denoiser.parameters()), list(ema.parameters())  # walking the modules takes milliseconds
     optimizer = make_optimizer(denoiser, settings)
     if checkpoint:
         load_optimizer(checkpoint, optimizer)
+    update = Update(optimizer, parameters, averages, settings["kernels"])
     agreed = {"where to go on": progress.step, "the number of steps": total, "readable latents": train.unreadable}
     agreed |= {"the data": zlib.crc32(str(data.hashes).encode()), "settings": zlib.crc32(json.dumps(settings).encode())}
     check_agreement(agreed, device, world)
     lock = make_run_folder(out, settings, checkpoint) if rank == 0 else None  # nothing was written before this line
-    parameters, averages = list(denoiser.parameters()), list(ema.parameters())  # walking the modules takes milliseconds
     model = wrap(denoiser, settings, world)
     net = in_autocast(model, device, settings["dtype"])
-
-    @torch.no_grad()
-    def text_of(ids: torch.Tensor) -> torch.Tensor:
-        """What the denoiser wants of the text: ids if it trains the text encoder, else the frozen encoder's context."""
-        return ids if trains_text else in_autocast(text_encoder, device, settings["dtype"])(ids)
-
-    micro, accumulate, null_ids = settings["batch"], settings["accumulate"], text_encoder.tokenize([""])[0].numpy()
-
-    def next_batches(positions: np.ndarray) -> Batch:
-        return make_batch(
-            train, order, positions, null_ids, settings["drop"], settings["seed"], schedule.steps,
-            settings["offset_noise"],
-        )  # fmt: skip
+    micro_step = make_micro_step(net, text_of, schedule, settings, parameters, world, say)
 
     fixed = {
         name: validation_batch(split, settings["val_images"], name, settings["seed"], schedule.steps)
         for name, split in (("val", val), ("train", train)) if len(split)
     }  # fmt: skip
-    saver, log, to_host = None, None, HostCopy(pin=device.type == "cuda")
+    saver, log, to_host = None, None, None
     if rank == 0:
+        to_host = HostCopy(pin=device.type == "cuda", size=16 * count_parameters(denoiser)[1])  # live, EMA, 2 x Adam
         saver = Checkpointer(out / "checkpoints", settings["keep_last"], settings["keep_every"], progress.step, print)
         log = Log(out, settings, progress.step)
     say(f"settings: {json.dumps(settings)}")
@@ -896,13 +985,12 @@ def main(argv=None):
     peak = peak_flops(device)
     flops = 3 * forward_flops(settings["model"], fixed["train"].latents.shape[1:], train.ids.shape[1]) if peak else None
     first, end = progress.step, min(total, args.stop_at or total)
-    loader = Prefetcher(next_batches, rank_positions(first, end, global_batch, micro, accumulate, rank, world), device)
+    loader = loader_of(first, end)
     bar = tqdm(total=total, initial=first, disable=rank != 0, unit="step", dynamic_ncols=True, mininterval=1.0)
     try:
         while progress.step < end:
             # One optimizer step: the gradients of the mean loss over the global batch, however it is cut.
             lr = lr_at(progress.step, total, settings)
-            set_lr(optimizer, lr)
             if unet.config.dropout:
                 key = [settings["seed"], progress.step, rank]
                 torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
@@ -910,27 +998,27 @@ def main(argv=None):
             for a in range(accumulate):
                 batch = loader.next()
                 with averaging(model, last=a == accumulate - 1):
-                    losses = backward(net, batch, text_of(batch.ids), schedule, settings, 1 / accumulate)
+                    losses = micro_step(batch, first=a == 0)
                 bins = F.one_hot(batch.t * BINS // schedule.steps, BINS).float()  # [B, BINS]
                 stats[1 : 1 + BINS] += losses @ bins
                 stats[1 + BINS :] += bins.sum(dim=0)
                 progress.seen += batch.seen
             limit = clip_limit(settings, progress.mean_norm)
-            norm = nn.utils.clip_grad_norm_(parameters, limit, foreach=True)
+            norm = update.norm(limit)
             stats[0] = float(stop.is_set())
             if world > 1:
                 dist.all_reduce(stats)
             norm, (stopping, *sums) = norm.item(), stats.tolist()  # the step's one wait for the device
             if math.isfinite(norm):  # the same on all ranks: gradients were averaged
-                optimizer.step()
-                update_ema(averages, parameters, ema_decay(settings["ema"], progress.updates))
+                update.step(lr, norm, limit, ema_decay(settings["ema"], progress.updates))
                 progress.updates, progress.skipped = progress.updates + 1, 0
                 progress.mean_norm += (min(norm, limit) - progress.mean_norm) * (0.01 if progress.mean_norm else 1)
             else:
                 progress.skipped += 1
                 say(f"\nwarning: step {progress.step + 1} skipped, its gradients are not finite "
                     f"({progress.skipped} in a row)")  # fmt: skip
-            optimizer.zero_grad(set_to_none=True)
+            if not graphs_run(settings, world):  # whose first micro-batch overwrites
+                optimizer.zero_grad(set_to_none=True)
             progress.step += 1
             progress.window.add(sums, norm, progress.skipped > 0)
             bar.update()
@@ -1020,7 +1108,7 @@ def rank_positions(first: int, end: int, global_batch: int, micro: int, accumula
 def activation_bytes(settings: dict, batch: int, device: torch.device) -> int:
     """Bytes that a micro-batch of the UNet keeps for its backward, counted on fake tensors, which take no memory.
 
-    Of a checkpointed residual block, the inputs are kept, and the rest of one block at a time, while it is recomputed.
+    Of a checkpointed block, the inputs are kept, and the rest of one block at a time, while it is recomputed.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -1035,7 +1123,8 @@ def activation_bytes(settings: dict, batch: int, device: torch.device) -> int:
 
     def enter(_, inputs):
         for x in inputs:
-            count(x)
+            if x is not None:
+                count(x)
         begun.append(sum(storages.values()))
 
     def leave(*_):
@@ -1044,9 +1133,13 @@ def activation_bytes(settings: dict, batch: int, device: torch.device) -> int:
     with FakeTensorMode(), torch.device(device):
         unet = UNet(preset["unet"])
         weights = {p.untyped_storage()._cdata for p in unet.parameters()}
-        if settings["grad_checkpoint"] == "resblocks":
+        if settings["kernels"]:
+            SD_Kernels.apply(unet)
+        if settings["grad_checkpoint"] != "none":
             for m in unet.modules():
-                if isinstance(m, ResBlock):
+                if isinstance(m, ResBlock) or (
+                    settings["grad_checkpoint"] == "all" and isinstance(m, SpatialTransformer)
+                ):
                     m.register_forward_pre_hook(enter)
                     m.register_forward_hook(leave)
         side = settings["size"] // preset["vae"].factor
@@ -1057,12 +1150,28 @@ def activation_bytes(settings: dict, batch: int, device: torch.device) -> int:
     return sum(storages.values()) - sum(inside) + max(inside, default=0)
 
 
-def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncoder, device) -> dict[str, int]:
+def choose_grad_checkpoint(settings: dict, denoiser: Denoiser, text_encoder, device, say) -> str:
+    """--grad_checkpoint; for auto, the value of it that recomputes least and fits into the device's free memory."""
+    if settings["grad_checkpoint"] != "auto":
+        return settings["grad_checkpoint"]
+    if device.type != "cuda":
+        return "none"
+    free = torch.cuda.mem_get_info(device)[0]
+    for which in ("none", "resblocks", "all"):
+        wanted = memory_estimate(settings | {"grad_checkpoint": which}, denoiser, text_encoder, device)["peak"]
+        if wanted * 1.1 < free:
+            break
+    say(f"grad_checkpoint auto: {which}, about {wanted / 2**30:.1f} of {free / 2**30:.1f} GiB")
+    return which
+
+
+def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncoder | None, device) -> dict[str, int]:
     """Bytes a device needs, by what they are for; gradients come while activations go, unless steps accumulate."""
     trained = 4 * count_parameters(denoiser)[1]
+    frozen = 0 if text_encoder is None or denoiser.text_encoder is not None else 4 * count_parameters(text_encoder)[1]
     one, two = (activation_bytes(settings, n, device) for n in (1, 2))  # linear in the batch, but for cast weights
     parts = {
-        "weights": trained + (0 if denoiser.text_encoder is not None else 4 * count_parameters(text_encoder)[1]),
+        "weights": trained + frozen,
         "Adam": 2 * trained,
         "EMA": trained,
         "gradients": trained,
@@ -1105,49 +1214,75 @@ def dry_run(out: Path, settings, denoiser, text_encoder, total: int, global_batc
     print(f"learning rate: {path}")
 
 
-def benchmark(steps: int, settings: dict, denoiser: Denoiser, schedule, memory, device, rank: int, world: int):
-    """Time whole training steps on random latents and text that stay on the device. Prints a JSON line last."""
+def benchmark(steps: int, settings, denoiser, schedule, memory, device, rank, world, loader=None, text_of=None):
+    """Time whole training steps: on latents and text of a loader, or on random ones that stay on the device. Prints a
+    JSON line last; its ms are means over the steps after the warm-up, parts in the device's time."""
     preset, micro, accumulate = PRESETS[settings["model"]], settings["batch"], settings["accumulate"]
-    side = settings["size"] // preset["vae"].factor
+    side, cuda = settings["size"] // preset["vae"].factor, device.type == "cuda"
     shape, tokens = (preset["unet"].in_channels, side, side), TextEncoder.MAX_LENGTH
     denoiser.to(device, memory_format=memory).train()
     ema = copy.deepcopy(denoiser).requires_grad_(False)
     parameters, averages = list(denoiser.parameters()), list(ema.parameters())
-    optimizer = make_optimizer(denoiser, settings)
+    update = Update(make_optimizer(denoiser, settings), parameters, averages, settings["kernels"])
     model = wrap(denoiser, settings, world)
     net = in_autocast(model, device, settings["dtype"])
     latents, noise = torch.randn(2, micro, *shape, device=device)
-    text = torch.randn(micro, tokens, preset["unet"].context_dim, device=device)
-    sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    warmup, first_step = min(20, steps), None
+    text = torch.randn(micro, tokens, preset["unet"].context_dim, device=device)  # in the place of ids
+    micro_step = make_micro_step(net, text_of or (lambda x: x), schedule, settings, parameters, world, print)
+    sync = torch.cuda.synchronize if cuda else lambda: None
+
+    def now():  # a point in the device's time
+        if not cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms(a, b):
+        return a.elapsed_time(b) if cuda else (b - a) * 1e3
+
+    warmup, first_step, waited, points = min(20, steps), None, 0.0, []
     started = time.perf_counter()
     for step in range(-warmup, steps):
         if step == 0:
             sync()
-            started = time.perf_counter()
-        set_lr(optimizer, settings["lr"])
+            started, waited = time.perf_counter(), 0.0
+        marks = [now()]
         for a in range(accumulate):
-            batch = Batch(latents, noise, torch.randint(0, schedule.steps, (micro,), device=device), None)
+            asked = time.perf_counter()
+            batch = loader.next() if loader else Batch(
+                latents, noise, torch.randint(0, schedule.steps, (micro,), device=device), text)  # fmt: skip
+            waited += time.perf_counter() - asked
             with averaging(model, last=a == accumulate - 1):
-                backward(net, batch, text, schedule, settings, 1 / accumulate)
-        nn.utils.clip_grad_norm_(parameters, settings["clip"] or math.inf, foreach=True)
-        optimizer.step()
-        update_ema(averages, parameters, settings["ema"])
-        optimizer.zero_grad(set_to_none=True)
+                micro_step(batch, first=a == 0)
+        marks.append(now())
+        limit = clip_limit(settings, 0.0)
+        update.step(settings["lr"], update.norm(limit).item(), limit, settings["ema"])
+        if not graphs_run(settings, world):
+            update.optimizer.zero_grad(set_to_none=True)
+        marks.append(now())
         if first_step is None:
             sync()
             first_step = time.perf_counter() - started
+        if step >= 0:
+            points.append(marks)
     sync()
     seconds = (time.perf_counter() - started) / steps
     rate = micro * accumulate * world / seconds
     flops, peak = 3 * forward_flops(settings["model"], shape, tokens), peak_flops(device)
+    parts = {
+        "forward_backward": sum(ms(a, b) for a, b, _ in points) / steps,
+        "optimizer": sum(ms(b, c) for _, b, c in points) / steps,
+    }
     if rank == 0:
-        cuda = device.type == "cuda"
         print(json.dumps({
             "benchmark": "train", "model": settings["model"], "size": settings["size"], "batch": micro,
-            "accumulate": accumulate, "processes": world, "dtype": settings["dtype"], "compile": settings["compile"],
-            "channels_last": settings["channels_last"], "grad_checkpoint": settings["grad_checkpoint"], "steps": steps,
+            "accumulate": accumulate, "processes": world, "dtype": settings["dtype"], "kernels": settings["kernels"],
+            "compile": settings["compile"], "channels_last": settings["channels_last"],
+            "grad_checkpoint": settings["grad_checkpoint"], "steps": steps, "data": "loader" if loader else "synthetic",
             "images_per_s": round(rate, 2), "ms_per_step": round(seconds * 1e3, 2),
+            "data_wait_ms": round(waited / steps * 1e3, 2),
+            **{f"{name}_ms": round(value, 2) for name, value in parts.items()},
             "first_step_s": round(first_step, 2),
             "mfu": round(rate / world * flops / peak, 4) if peak else None,
             "peak_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,

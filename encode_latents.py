@@ -50,6 +50,7 @@ import pyarrow.parquet as pq
 import torch
 from torch.utils.data import DataLoader
 
+import SD_Kernels
 from data_pipeline import common
 from SD_Convert import DEFAULT_VAE, load_vae
 from SD_ImageGen import DTYPES, pick_device
@@ -213,6 +214,8 @@ class Encoder:
         self.scale = vae.config.scaling_factor
         self.device, self.dtype, self.moments, self.pad_to = device, dtype, moments, pad_to
         self.compiled = compiled
+        if SD_Kernels.available(device) and not compiled and self.fast is not self.exact:
+            SD_Kernels.apply(self.fast)
         self.fast_moments = torch.compile(self.fast.moments) if compiled else self.fast.moments
 
     def _latents(self, moments, pictures: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -763,9 +766,8 @@ def parse_args(argv=None):
     parser.add_argument("--source", help="first part of the image keys (default: the folder above images/)")
     parser.add_argument("--moments", action="store_true", help="store mean and log-variance, not the mean alone")
     parser.add_argument(
-        "--compile", action="store_true", default=None, help="torch.compile the VAE (cuda: the default)"
+        "--compile", action="store_true", help="torch.compile the VAE, instead of the fused kernels that CUDA has"
     )
-    parser.add_argument("--no_compile", dest="compile", action="store_false", help="start sooner, then run slower")
     parser.add_argument(
         "--benchmark", type=float, nargs="?", const=20.0, metavar="SECONDS",
         help="measure the speed on synthetic pictures (20 s after a warm-up), write nothing",
@@ -791,7 +793,6 @@ def main(argv=None):
     args.batch = (32 if cuda else 8) if args.batch is None else args.batch
     args.workers = (min(16, cpus) if cuda else 0) if args.workers is None else args.workers
     args.dtype = ("bf16" if cuda else "fp32") if args.dtype is None else args.dtype
-    args.compile = cuda and not args.buckets if args.compile is None else args.compile  # each size would compile anew
 
     vae = load_vae(args.vae)
     factor = vae.config.factor

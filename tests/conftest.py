@@ -18,6 +18,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.g
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before SD_Kernels is imported: its kernels then run on the CPU
+
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 

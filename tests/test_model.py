@@ -213,22 +213,25 @@ def test_gradient_checkpointing_gives_the_same_gradients():
     unet = randomise(UNet(config)).train()
     x, t, context = unet_inputs(config, 2, (9, 12), 7)
 
-    def gradients(on):
-        unet.set_grad_checkpoint(on)
+    def gradients(which):
+        unet.set_grad_checkpoint(which)
         unet.zero_grad()
         torch.manual_seed(5)  # dropout must repeat itself in the recomputation
         unet(x, t, context).square().mean().backward()
         return {k: p.grad.clone() for k, p in unet.named_parameters()}
 
-    plain, recomputed = gradients(False), gradients(True)
-    assert all(torch.equal(plain[k], recomputed[k]) for k in plain)
+    plain = gradients("none")
+    for which in ("resblocks", "all"):
+        recomputed = gradients(which)
+        assert all(torch.equal(plain[k], recomputed[k]) for k in plain)
     assert all(g.abs().max() > 0 for g in plain.values())
     calls = []
-    block = unet.middle_block[0]
-    forward = block._forward
-    block._forward = lambda *a: calls.append(1) or forward(*a)
-    gradients(True)
-    assert len(calls) == 2, "a checkpointed block runs twice: forward, and again in the backward pass"
+    for kind, block in zip("rs", unet.middle_block):
+        block._forward = lambda *a, kind=kind, forward=block._forward: calls.append(kind) or forward(*a)
+    for which, wanted in (("none", "rs"), ("resblocks", "rsr"), ("all", "rssr")):
+        calls.clear()
+        gradients(which)  # a checkpointed block runs twice: forward, and again in the backward pass
+        assert "".join(calls) == wanted
 
 
 @pytest.mark.parametrize("dim", [320, 640, 1280])

@@ -1074,7 +1074,7 @@ def test_dry_run_plans_and_writes_no_run(data, tmp_path):
 @pytest.mark.parametrize("grad_checkpoint", ["none", "resblocks"])
 def test_activations_are_counted(grad_checkpoint):
     """The fake forward keeps what a real one keeps; without checkpointing, hooks see all of it."""
-    settings = {"model": "micro", "size": 64, "dtype": "fp32", "grad_checkpoint": grad_checkpoint}
+    settings = {"model": "micro", "size": 64, "dtype": "fp32", "kernels": False, "grad_checkpoint": grad_checkpoint}
     one, two, four = (SD_Train.activation_bytes(settings, n, torch.device("cpu")) for n in (1, 2, 4))
     assert four - two == 2 * (two - one) > 0
     net, kept, storages = SD_Model.UNet(SD_Model.PRESETS["micro"]["unet"]), [], {}

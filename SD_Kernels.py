@@ -1,0 +1,824 @@
+"""Triton kernels for the UNet on NVIDIA GPUs: what lies between its convolutions, products and attention, fused.
+
+    SD_Kernels.apply(unet)      # swaps them in; same parameters, same names, same mathematics. A VAE too
+    SD_Kernels.Graphed(unet)    # the same network as CUDA graphs, for sampling: no time is lost between kernels
+
+The plain network reads and writes each activation for every bias, norm, SiLU, GELU, addition and concatenation, under
+autocast often in fp32. Here each such chain is one pass (norms: two), forward and backward, in fp32 inside and in the
+activations' dtype outside:
+
+    group_norm      [concatenate,] [add a vector a sample,] GroupNorm [, SiLU]; backward adds the residual's gradient
+    add_layer_norm  add a bias and the residual, LayerNorm; backward adds the residual's gradient and sums the bias's
+    geglu           add a bias, value x GELU(gate)
+    add_bias        add a bias and the residual
+
+Products that share an input become one: q, k and v; k and v of the text; all residual blocks' time projections.
+Memory is channels_last throughout: [B, C, H, W] lies as [B, H, W, C], so that a feature map is a matrix of pixels.
+
+SD_Model.py is the reference, imports nothing from here, and runs wherever these kernels do not (CPU, MPS, GPUs before
+Ampere, machines without Triton, dropout above zero).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import checkpoint
+
+from SD_Model import (
+    VAE,
+    CrossAttention,
+    ResBlock,
+    SpatialTransformer,
+    TransformerBlock,
+    UNet,
+    Upsample,
+    VAEResBlock,
+    timestep_embedding,
+)
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a CPU build of torch
+    triton = None
+
+BLOCK_C = 64  # channels of a tile: one 128-byte line of a pixel
+BLOCK_R = 64  # pixels of a tile
+
+
+def available(device: torch.device) -> bool:
+    """Whether the kernels run on a device: an NVIDIA GPU with bf16 (Ampere, 2020) or later, and Triton there."""
+    return (
+        triton is not None
+        and device.type == "cuda"
+        and torch.version.cuda is not None
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
+
+
+def apply(net: UNet | VAE) -> UNet | VAE:
+    """Give a UNet or VAE the fused forward passes below, in place. Parameters, their names and checkpoints stay."""
+    fused = {VAEResBlock: FusedVAEResBlock, nn.GroupNorm: FusedGroupNorm}
+    if isinstance(net, UNet):
+        fused = {UNet: FusedUNet, ResBlock: FusedResBlock, SpatialTransformer: FusedSpatialTransformer}
+    if not isinstance(net, UNet) or net.config.dropout == 0:
+        for m in net.modules():
+            m.__class__ = fused.get(type(m), type(m))
+    return net
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Kernels. Tiles are [BR pixels or tokens, BC channels]; `part` holds sums over a chunk of BR pixels, later added up.
+# ----------------------------------------------------------------------------------------------------------------
+
+if triton is not None:
+    # Numbers that only bound loops and masks: no kernel is compiled anew for their being 1 or a multiple of 16.
+    sizes_vary = triton.jit(do_not_specialize=["HW", "C1", "S"])
+    rows_vary = triton.jit(do_not_specialize=["N"])
+
+    @triton.jit
+    def _tile(x, row, c, C, mask):
+        return tl.load(x + row[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
+
+    @sizes_vary
+    def _gn_moments(x, x2, joined, part, HW, C, C1, S, CAT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+        """Mean and sum of squared deviations of each channel over a chunk of pixels, into part [B, S, 2, C]."""
+        b, s = tl.program_id(0) // S, tl.program_id(0) % S
+        r, c = s * BR + tl.arange(0, BR), tl.program_id(1) * BC + tl.arange(0, BC)
+        mask, row = (r < HW)[:, None] & (c < C)[None, :], b.to(tl.int64) * HW + r
+        if CAT:
+            left = (c < C1)[None, :]
+            v = _tile(x, row, c, C1, mask & left) + _tile(x2, row, c - C1, C - C1, mask & (left == 0))
+            tl.store(joined + row[:, None] * C + c[None, :], v.to(joined.dtype.element_ty), mask=mask)
+        else:
+            v = _tile(x, row, c, C, mask)
+        mean = tl.sum(v, 0) / tl.minimum(HW - s * BR, BR)
+        d = tl.where(mask, v - mean[None, :], 0.0)
+        at = part + (b * S + s).to(tl.int64) * 2 * C + c
+        tl.store(at, mean, mask=c < C)
+        tl.store(at + C, tl.sum(d * d, 0), mask=c < C)
+
+    @sizes_vary
+    def _gn_stats(part, e, stats, means, HW, C, G, S, eps, E: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr,
+                  BC: tl.constexpr):  # fmt: skip
+        """Chunks of a group put together (Chan et al. 1979): stats [B, G, 2] mean and 1/std, means [B, C]."""
+        b, g = tl.program_id(0), tl.program_id(1)
+        W = C // G
+        s, k = tl.arange(0, BS), tl.arange(0, BC)
+        c = g * W + k
+        mask = (s < S)[:, None] & (k < W)[None, :]
+        at = part + (b * S + s).to(tl.int64)[:, None] * 2 * C + c[None, :]
+        mean, m2 = tl.load(at, mask=mask, other=0.0), tl.load(at + C, mask=mask, other=0.0)  # [S, W]
+        n = tl.where(s < S, tl.minimum(HW - s * BR, BR), 0).to(tl.float32)[:, None]
+        add = tl.load(e + b * C + c, mask=k < W, other=0.0).to(tl.float32) if E else tl.zeros([BC], tl.float32)
+        of_channel = tl.sum(mean * n, 0) / HW + add
+        of_group = tl.sum(tl.where(k < W, of_channel, 0.0), 0) / W
+        d = tl.where(mask, mean + add[None, :] - of_group, 0.0)
+        var = tl.sum(tl.sum(m2 + n * d * d, 1), 0) / (HW * W)
+        tl.store(stats + (b * G + g) * 2, of_group)
+        tl.store(stats + (b * G + g) * 2 + 1, 1.0 / tl.sqrt(var + eps))
+        tl.store(means + b * C + c, of_channel, mask=k < W)
+
+    @triton.jit
+    def _normed(x, e, stats, b, row, c, C, G, mask, E: tl.constexpr):
+        """Normalised tile, and 1/std by channel."""
+        at = stats + (b * G + c // (C // G)) * 2
+        mean, rstd = tl.load(at, mask=c < C, other=0.0), tl.load(at + 1, mask=c < C, other=0.0)
+        if E:
+            mean -= tl.load(e + b * C + c, mask=c < C, other=0.0).to(tl.float32)
+        return (_tile(x, row, c, C, mask) - mean[None, :]) * rstd[None, :], rstd
+
+    @sizes_vary
+    def _gn_apply(x, e, stats, w, bias, y, HW, C, G, S, E: tl.constexpr, SILU: tl.constexpr, BR: tl.constexpr,
+                  BC: tl.constexpr):  # fmt: skip
+        b, s = tl.program_id(0) // S, tl.program_id(0) % S
+        r, c = s * BR + tl.arange(0, BR), tl.program_id(1) * BC + tl.arange(0, BC)
+        mask, row = (r < HW)[:, None] & (c < C)[None, :], b.to(tl.int64) * HW + r
+        v, rstd = _normed(x, e, stats, b, row, c, C, G, mask, E)
+        v = v * tl.load(w + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+        v += tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+        if SILU:
+            v = v * tl.sigmoid(v)
+        tl.store(y + row[:, None] * C + c[None, :], v.to(y.dtype.element_ty), mask=mask)
+
+    @triton.jit
+    def _gn_dz(x, e, stats, w, bias, dy, b, row, c, C, G, mask, E: tl.constexpr, SILU: tl.constexpr):
+        """Normalised tile, gradient before the SiLU, weights, 1/std."""
+        v, rstd = _normed(x, e, stats, b, row, c, C, G, mask, E)
+        wc = tl.load(w + c, mask=c < C, other=0.0).to(tl.float32)
+        dz = _tile(dy, row, c, C, mask)
+        if SILU:
+            z = v * wc[None, :] + tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+            gate = tl.sigmoid(z)
+            dz = dz * gate * (1.0 + z * (1.0 - gate))
+        return v, dz, wc, rstd
+
+    @sizes_vary
+    def _gn_dmoments(x, e, stats, w, bias, dy, part, HW, C, G, S, E: tl.constexpr, SILU: tl.constexpr,
+                     BR: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+        """Sums over a chunk of pixels of dz and dz * normalised, into part [B, S, 2, C]."""
+        b, s = tl.program_id(0) // S, tl.program_id(0) % S
+        r, c = s * BR + tl.arange(0, BR), tl.program_id(1) * BC + tl.arange(0, BC)
+        mask, row = (r < HW)[:, None] & (c < C)[None, :], b.to(tl.int64) * HW + r
+        v, dz, wc, rstd = _gn_dz(x, e, stats, w, bias, dy, b, row, c, C, G, mask, E, SILU)
+        at = part + (b * S + s).to(tl.int64) * 2 * C + c
+        tl.store(at, tl.sum(dz, 0), mask=c < C)
+        tl.store(at + C, tl.sum(tl.where(mask, dz * v, 0.0), 0), mask=c < C)
+
+    @sizes_vary
+    def _gn_dstats(part, stats, means, w, dstats, de, dwb, HW, C, G, S, E: tl.constexpr, BS: tl.constexpr,
+                   BC: tl.constexpr):  # fmt: skip
+        """Of a sample and group: means of dxhat and dxhat * xhat, into dstats [B, G, 2]; and by channel the sums over
+        pixels: of dz and dz * xhat into dwb [B, 2, C], and of dx, the added vector's gradient, into de [B, C]."""
+        b, g = tl.program_id(0), tl.program_id(1)
+        W = C // G
+        s, k = tl.arange(0, BS), tl.arange(0, BC)
+        c = g * W + k
+        mask = (s < S)[:, None] & (k < W)[None, :]
+        at = part + (b * S + s).to(tl.int64)[:, None] * 2 * C + c[None, :]
+        sum1 = tl.sum(tl.load(at, mask=mask, other=0.0), 0)  # [W]
+        sum2 = tl.sum(tl.load(at + C, mask=mask, other=0.0), 0)
+        tl.store(dwb + b * 2 * C + c, sum1, mask=k < W)
+        tl.store(dwb + b * 2 * C + C + c, sum2, mask=k < W)
+        wc = tl.load(w + c, mask=k < W, other=0.0).to(tl.float32)
+        n = HW * W
+        m1, m2 = tl.sum(wc * sum1, 0) / n, tl.sum(wc * sum2, 0) / n
+        tl.store(dstats + (b * G + g) * 2, m1)
+        tl.store(dstats + (b * G + g) * 2 + 1, m2)
+        if E:
+            mean, rstd = tl.load(stats + (b * G + g) * 2), tl.load(stats + (b * G + g) * 2 + 1)
+            xhat = (tl.load(means + b * C + c, mask=k < W, other=0.0) - mean) * rstd * HW  # summed over pixels
+            tl.store(de + b * C + c, (rstd * (wc * sum1 - HW * m1 - xhat * m2)).to(de.dtype.element_ty), mask=k < W)
+
+    @sizes_vary
+    def _gn_dx(x, e, stats, dstats, w, bias, dy, dres, dx, dx2, HW, C, C1, G, S, E: tl.constexpr, SILU: tl.constexpr,
+               CAT: tl.constexpr, RES: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+        b, s = tl.program_id(0) // S, tl.program_id(0) % S
+        r, c = s * BR + tl.arange(0, BR), tl.program_id(1) * BC + tl.arange(0, BC)
+        mask, row = (r < HW)[:, None] & (c < C)[None, :], b.to(tl.int64) * HW + r
+        v, dz, wc, rstd = _gn_dz(x, e, stats, w, bias, dy, b, row, c, C, G, mask, E, SILU)
+        at = dstats + (b * G + c // (C // G)) * 2
+        m1, m2 = tl.load(at, mask=c < C, other=0.0), tl.load(at + 1, mask=c < C, other=0.0)
+        d = rstd[None, :] * (dz * wc[None, :] - m1[None, :] - v * m2[None, :])
+        if RES:
+            d += _tile(dres, row, c, C, mask)
+        d = d.to(dx.dtype.element_ty)
+        if CAT:
+            left = (c < C1)[None, :]
+            tl.store(dx + row[:, None] * C1 + c[None, :], d, mask=mask & left)
+            tl.store(dx2 + row[:, None] * (C - C1) + (c - C1)[None, :], d, mask=mask & (left == 0))
+        else:
+            tl.store(dx + row[:, None] * C + c[None, :], d, mask=mask)
+
+    @rows_vary
+    def _ln_forward(a, ab, res, w, bias, h, y, stats, N, C, eps, RES: tl.constexpr, BR: tl.constexpr,
+                    BC: tl.constexpr):  # fmt: skip
+        """h = a + ab [+ res]; y = LayerNorm(h) w + bias; stats [N, 2]: mean and 1/std."""
+        r, c = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BC)
+        mask = (r < N)[:, None] & (c < C)[None, :]
+        v = _tile(a, r, c, C, mask) + tl.load(ab + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+        if RES:
+            v += _tile(res, r, c, C, mask)
+        v = v.to(h.dtype.element_ty)
+        tl.store(h + r[:, None] * C + c[None, :], v, mask=mask)
+        v = v.to(tl.float32)  # of h as it is stored, and as the backward pass will see it
+        mean = tl.sum(tl.where(mask, v, 0.0), 1) / C
+        d = tl.where(mask, v - mean[:, None], 0.0)
+        rstd = 1.0 / tl.sqrt(tl.sum(d * d, 1) / C + eps)
+        tl.store(stats + r * 2, mean, mask=r < N)
+        tl.store(stats + r * 2 + 1, rstd, mask=r < N)
+        v = d * rstd[:, None] * tl.load(w + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+        v += tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+        tl.store(y + r[:, None] * C + c[None, :], v.to(y.dtype.element_ty), mask=mask)
+
+    @rows_vary
+    def _ln_backward(h, stats, w, dy, dres, dx, part, N, C, RES: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+                     STEPS: tl.constexpr):  # fmt: skip
+        """dx = LayerNorm's gradient [+ dres]; part [programs, 3, C]: sums over tokens of dy * xhat, dy and dx."""
+        c = tl.arange(0, BC)
+        wc = tl.load(w + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+        dw, db = tl.zeros([BR, BC], tl.float32), tl.zeros([BR, BC], tl.float32)
+        dab = tl.zeros([BR, BC], tl.float32)
+        for i in range(STEPS):
+            r = (tl.program_id(0).to(tl.int64) * STEPS + i) * BR + tl.arange(0, BR)
+            mask = (r < N)[:, None] & (c < C)[None, :]
+            mean = tl.load(stats + r * 2, mask=r < N, other=0.0)[:, None]
+            rstd = tl.load(stats + r * 2 + 1, mask=r < N, other=0.0)[:, None]
+            v = tl.where(mask, (_tile(h, r, c, C, mask) - mean) * rstd, 0.0)
+            g = _tile(dy, r, c, C, mask)
+            dw += g * v
+            db += g
+            g = g * wc
+            d = rstd * (g - (tl.sum(g, 1) / C)[:, None] - v * (tl.sum(g * v, 1) / C)[:, None])
+            if RES:
+                d += _tile(dres, r, c, C, mask)
+            dab += tl.where(mask, d, 0.0)
+            tl.store(dx + r[:, None] * C + c[None, :], d.to(dx.dtype.element_ty), mask=mask)
+        at = part + tl.program_id(0) * 3 * C + c
+        tl.store(at, tl.sum(dw, 0), mask=c < C)
+        tl.store(at + C, tl.sum(db, 0), mask=c < C)
+        tl.store(at + 2 * C, tl.sum(dab, 0), mask=c < C)
+
+    @rows_vary
+    def _geglu_forward(u, bias, y, N, C, BR: tl.constexpr, BC: tl.constexpr):
+        """u [N, 2C], value and gate, plus bias [2C] -> y [N, C]."""
+        r, c = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.program_id(1) * BC + tl.arange(0, BC)
+        mask = (r < N)[:, None] & (c < C)[None, :]
+        a = _tile(u, r, c, 2 * C, mask) + tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+        g = _tile(u, r, c + C, 2 * C, mask) + tl.load(bias + C + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+        v = a * g * 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
+        tl.store(y + r[:, None] * C + c[None, :], v.to(y.dtype.element_ty), mask=mask)
+
+    @rows_vary
+    def _geglu_backward(u, bias, dy, du, part, N, C, BR: tl.constexpr, BC: tl.constexpr, STEPS: tl.constexpr):
+        """du [N, 2C], and part [programs, 2C]: its sums over a program's tokens."""
+        c = tl.program_id(1) * BC + tl.arange(0, BC)
+        ba = tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+        bg = tl.load(bias + C + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+        sum_a, sum_g = tl.zeros([BR, BC], tl.float32), tl.zeros([BR, BC], tl.float32)
+        for i in range(STEPS):
+            r = (tl.program_id(0).to(tl.int64) * STEPS + i) * BR + tl.arange(0, BR)
+            mask = (r < N)[:, None] & (c < C)[None, :]
+            a, g = _tile(u, r, c, 2 * C, mask) + ba, _tile(u, r, c + C, 2 * C, mask) + bg
+            d = _tile(dy, r, c, C, mask)
+            cdf = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
+            da, dg = d * g * cdf, d * a * (cdf + g * 0.3989422804014327 * tl.exp(-0.5 * g * g))
+            sum_a += da
+            sum_g += dg
+            at = du + r[:, None] * 2 * C + c[None, :]
+            tl.store(at, da.to(du.dtype.element_ty), mask=mask)
+            tl.store(at + C, dg.to(du.dtype.element_ty), mask=mask)
+        at = part + tl.program_id(0) * 2 * C + c
+        tl.store(at, tl.sum(sum_a, 0), mask=c < C)
+        tl.store(at + C, tl.sum(sum_g, 0), mask=c < C)
+
+    @rows_vary
+    def _add_bias(a, res, bias, y, N, C, BR: tl.constexpr, BC: tl.constexpr):
+        r, c = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.program_id(1) * BC + tl.arange(0, BC)
+        mask = (r < N)[:, None] & (c < C)[None, :]
+        v = _tile(a, r, c, C, mask) + _tile(res, r, c, C, mask)
+        v += tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+        tl.store(y + r[:, None] * C + c[None, :], v.to(y.dtype.element_ty), mask=mask)
+
+    @rows_vary
+    def _pack(x1, x2, x3, y, N, C, P: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+        """P matrices [N, C] side by side: y [N, P C]."""
+        r, c = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.program_id(1) * BC + tl.arange(0, BC)
+        mask, at = (r < N)[:, None] & (c < C)[None, :], r[:, None] * C + c[None, :]
+        to = y + r[:, None] * P * C + c[None, :]
+        tl.store(to, tl.load(x1 + at, mask=mask), mask=mask)
+        tl.store(to + C, tl.load(x2 + at, mask=mask), mask=mask)
+        if P == 3:
+            tl.store(to + 2 * C, tl.load(x3 + at, mask=mask), mask=mask)
+
+    @rows_vary
+    def _column_sums(x, part, N, C, BR: tl.constexpr, BC: tl.constexpr, STEPS: tl.constexpr):
+        """part [programs, C]: sums over a program's rows."""
+        c = tl.program_id(1) * BC + tl.arange(0, BC)
+        total = tl.zeros([BR, BC], tl.float32)
+        for i in range(STEPS):
+            r = (tl.program_id(0).to(tl.int64) * STEPS + i) * BR + tl.arange(0, BR)
+            total += _tile(x, r, c, C, (r < N)[:, None] & (c < C)[None, :])
+        tl.store(part + tl.program_id(0) * C + c, tl.sum(total, 0), mask=c < C)
+
+    @triton.jit
+    def _adamw(table, rates, grads, chunks, scale, lr, beta1, beta2, eps, correction1, correction2, decay, K,
+               BLOCK: tl.constexpr):  # fmt: skip
+        """AdamW and the weights' average for BLOCK numbers of one of K tensors. table [5, K]: addresses of weights, two
+        moments and averages, and sizes; rates [2, K]: multiples of lr, weight decays; chunks [programs, 2]: tensor and
+        block in it."""
+        at = chunks + 2 * tl.program_id(0)
+        k, i = tl.load(at), tl.load(at + 1) * BLOCK + tl.arange(0, BLOCK)
+        mask = i < tl.load(table + 4 * K + k)
+        fp32 = tl.pointer_type(tl.float32)
+        p_at = tl.multiple_of(tl.load(table + k).to(fp32), 16) + i
+        m_at = tl.multiple_of(tl.load(table + K + k).to(fp32), 16) + i
+        v_at = tl.multiple_of(tl.load(table + 2 * K + k).to(fp32), 16) + i
+        e_at = tl.multiple_of(tl.load(table + 3 * K + k).to(fp32), 16) + i
+        g_at = tl.multiple_of(tl.load(grads + k).to(fp32), 16) + i
+        rate, weight_decay = lr * tl.load(rates + k), tl.load(rates + K + k)
+        g = tl.load(g_at, mask=mask, other=0.0) * scale
+        p, m, v = (tl.load(p_at, mask=mask, other=0.0), tl.load(m_at, mask=mask, other=0.0),
+                   tl.load(v_at, mask=mask, other=0.0))  # fmt: skip
+        m += (1.0 - beta1) * (g - m)
+        v = beta2 * v + (1.0 - beta2) * g * g
+        p -= rate * weight_decay * p
+        p -= rate / correction1 * m / (tl.sqrt(v) / tl.sqrt(correction2) + eps)
+        e = tl.load(e_at, mask=mask, other=0.0)
+        tl.store(p_at, p, mask=mask)
+        tl.store(m_at, m, mask=mask)
+        tl.store(v_at, v, mask=mask)
+        tl.store(e_at, e + (1.0 - decay) * (p - e), mask=mask)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The optimizer's step
+# ----------------------------------------------------------------------------------------------------------------
+
+
+class FusedStep:
+    """Clipping, AdamW and the average of the weights in one pass over memory: 36 bytes a parameter instead of 48.
+
+    Works on the state of a torch.optim.AdamW, which stays what is saved and loaded. Weights are fp32.
+    """
+
+    BLOCK = 4096
+
+    def __init__(self, optimizer: torch.optim.AdamW, averages: dict[nn.Parameter, torch.Tensor]):
+        """averages: of each of the optimizer's parameters. A state that is not there yet becomes zeros."""
+        self.optimizer = optimizer
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        device = self.parameters[0].device
+        rows, rates, chunks = [], [], []
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                state = optimizer.state[p]
+                if not state:
+                    state["step"] = torch.zeros((), device=device)
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                tensors = [p, state["exp_avg"], state["exp_avg_sq"], averages[p]]
+                if any(t.stride() != p.stride() or t.dtype != torch.float32 for t in tensors):
+                    raise ValueError("weights, moments and averages must lie alike in memory, in fp32")
+                chunks += [[len(rows), i] for i in range(-(-p.numel() // self.BLOCK))]
+                rows.append([*(t.data_ptr() for t in tensors), p.numel()])
+                rates.append([group["lr_scale"], group["weight_decay"]])
+        self.table = torch.tensor(rows, device=device).t().contiguous()  # [5, K]
+        self.rates = torch.tensor(rates, device=device).t().contiguous()  # [2, K]
+        self.chunks = torch.tensor(chunks, dtype=torch.int32, device=device)  # [programs, 2]
+        self.steps = [optimizer.state[p]["step"] for p in self.parameters]
+        self.done = int(self.steps[0])
+
+    @torch.no_grad()
+    def step(self, lr: float, scale: float, decay: float):
+        """One step with gradients times scale; then averages = decay averages + (1 - decay) weights."""
+        grads = [p.grad for p in self.parameters]
+        for i, (p, g) in enumerate(zip(self.parameters, grads)):
+            if g.stride() != p.stride() or g.data_ptr() % 16:  # a gradient in DDP's buckets may lie anywhere
+                grads[i] = torch.empty_like(p).copy_(g)
+        at = torch.tensor([g.data_ptr() for g in grads], device=self.table.device)
+        group = self.optimizer.param_groups[0]
+        (beta1, beta2), eps = group["betas"], group["eps"]
+        self.done += 1
+        corrections = 1 - beta1**self.done, 1 - beta2**self.done
+        _adamw[(len(self.chunks),)](
+            self.table, self.rates, at, self.chunks, scale, lr, beta1, beta2, eps, *corrections, decay, len(grads),
+            BLOCK=self.BLOCK,
+        )  # fmt: skip
+        torch._foreach_add_(self.steps, 1)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The same with gradients. Activations are [B, C, H, W] in channels_last, or [..., C].
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def _channels_last(x: torch.Tensor | None) -> torch.Tensor | None:
+    return x if x is None else x.contiguous(memory_format=torch.channels_last)
+
+
+def _empty(like: torch.Tensor, channels: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """[B, channels, H, W] in channels_last."""
+    B, _, H, W = like.shape
+    return torch.empty(
+        B, channels, H, W, dtype=dtype or like.dtype, device=like.device, memory_format=torch.channels_last
+    )
+
+
+def _floats(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=torch.float32, device=like.device)
+
+
+def _out_dtype(x: torch.Tensor) -> torch.dtype:
+    """What the next product will want: autocast's dtype under autocast, or the input's."""
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+
+
+def _launch(kernel, grid: tuple, *args, **constants):
+    if not isinstance(args[0], FakeTensor):  # of torch's counting mode: sizes and no memory
+        kernel[grid](*args, **constants)
+
+
+def _power(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _chunks(rows: int, block: int) -> tuple[int, int]:
+    """Programs and tiles a program for sums over rows: several thousand programs fill a GPU, more only add sums."""
+    tiles = -(-rows // block)
+    steps = min(8, max(1, tiles // 256))
+    return -(-tiles // steps), steps
+
+
+class _GroupNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, skip, e, weight, bias, groups, eps, silu):
+        x, skip = _channels_last(x), _channels_last(skip)
+        B, C1, H, W = x.shape
+        C, HW = C1 + (0 if skip is None else skip.shape[1]), H * W
+        block = min(BLOCK_R, _power(HW))
+        S = -(-HW // block)
+        joined, y = x if skip is None else _empty(x, C), _empty(x, C, _out_dtype(x))
+        part, means, stats = _floats(x, B, S, 2, C), _floats(x, B, C), _floats(x, B, groups, 2)
+        grid, given = (B * S, -(-C // BLOCK_C)), e is not None
+        added, other = e if given else x, x if skip is None else skip
+        tile, chunks = dict(BR=block, BC=BLOCK_C), dict(BS=_power(S), BC=_power(C // groups))
+        _launch(_gn_moments, grid, x, other, joined, part, HW, C, C1, S, CAT=skip is not None, **tile)
+        _launch(_gn_stats, (B, groups), part, added, stats, means, HW, C, groups, S, eps, E=given, BR=block, **chunks)
+        _launch(_gn_apply, grid, joined, added, stats, weight, bias, y, HW, C, groups, S, E=given, SILU=silu, **tile)
+        ctx.save_for_backward(joined, e, weight, bias, stats, means)
+        ctx.sizes, ctx.silu, ctx.split, ctx.tile, ctx.chunks = (
+            (HW, C, C1, groups, S),
+            silu,
+            skip is not None,
+            tile,
+            chunks,
+        )
+        ctx.set_materialize_grads(False)
+        return joined, y
+
+    @staticmethod
+    def backward(ctx, dres, dy):
+        x, e, weight, bias, stats, means = ctx.saved_tensors
+        HW, C, C1, groups, S = ctx.sizes
+        B, given = x.shape[0], e is not None
+        dy, dres = _channels_last(dy), _channels_last(dres)
+        part, dwb, dstats = _floats(x, B, S, 2, C), _floats(x, B, 2, C), torch.empty_like(stats)
+        dx, dskip, de = _empty(x, C1), _empty(x, C - C1) if ctx.split else None, torch.empty_like(e) if given else None
+        grid, how = (B * S, -(-C // BLOCK_C)), dict(E=given, SILU=ctx.silu, **ctx.tile)
+        norm = (x, e if given else x, stats)
+        _launch(_gn_dmoments, grid, *norm, weight, bias, dy, part, HW, C, groups, S, **how)
+        _launch(
+            _gn_dstats, (B, groups), part, stats, means, weight, dstats, de if given else part, dwb, HW, C, groups, S,
+            E=given, **ctx.chunks,
+        )  # fmt: skip
+        _launch(
+            _gn_dx, grid, *norm, dstats, weight, bias, dy, dy if dres is None else dres, dx, dskip if ctx.split else dx,
+            HW, C, C1, groups, S, CAT=ctx.split, RES=dres is not None, **how,
+        )  # fmt: skip
+        db, dw = dwb.sum(0).to(weight.dtype)  # [C], [C]
+        return dx, dskip, de, dw, db, None, None, None
+
+
+class _AddLayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, ab, res, weight, bias, eps):
+        a, C = a.contiguous(), a.shape[-1]
+        res = None if res is None else res.contiguous()
+        N, BC = a.numel() // C, _power(C)
+        h, y = torch.empty_like(a), torch.empty_like(a, dtype=_out_dtype(a))
+        stats = torch.empty(N, 2, dtype=torch.float32, device=a.device)
+        BR = max(1, 2048 // BC)
+        _launch(_ln_forward, (-(-N // BR),), a, ab, a if res is None else res, weight, bias, h, y, stats, N, C, eps,
+                                    RES=res is not None, BR=BR, BC=BC)  # fmt: skip
+        ctx.save_for_backward(h, stats, weight)
+        ctx.has_res, ctx.bias_dtype = res is not None, ab.dtype
+        ctx.set_materialize_grads(False)
+        return h, y
+
+    @staticmethod
+    def backward(ctx, dres, dy):
+        h, stats, weight = ctx.saved_tensors
+        C = h.shape[-1]
+        N, BC = h.numel() // C, _power(C)
+        BR = max(1, 2048 // BC)
+        tiles = -(-N // BR)
+        steps = max(1, min(32, tiles // 1024))
+        programs = -(-tiles // steps)
+        dx, part = torch.empty_like(h), torch.empty(programs, 3, C, dtype=torch.float32, device=h.device)
+        dy, dres = dy.contiguous(), None if dres is None else dres.contiguous()
+        _launch(_ln_backward, (programs,), h, stats, weight, dy, dy if dres is None else dres, dx, part, N, C,
+                                  RES=dres is not None, BR=BR, BC=BC, STEPS=steps)  # fmt: skip
+        dw, db, dab = part.sum(0)
+        return dx, dab.to(ctx.bias_dtype), dx if ctx.has_res else None, dw.to(weight.dtype), db.to(weight.dtype), None
+
+
+class _GEGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, u, bias):
+        u, C = u.contiguous(), u.shape[-1] // 2
+        N, BC = u.numel() // (2 * C), min(256, _power(C))
+        y = torch.empty(*u.shape[:-1], C, dtype=u.dtype, device=u.device)
+        BR = 4096 // BC
+        _launch(_geglu_forward, (-(-N // BR), -(-C // BC)), u, bias, y, N, C, BR=BR, BC=BC)
+        ctx.save_for_backward(u, bias)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        u, bias = ctx.saved_tensors
+        C = dy.shape[-1]
+        N, BC = dy.numel() // C, min(256, _power(C))
+        BR = 2048 // BC
+        programs, steps = _chunks(N, BR)
+        du, part = torch.empty_like(u), torch.empty(programs, 2 * C, dtype=torch.float32, device=u.device)
+        _launch(
+            _geglu_backward,
+            (programs, -(-C // BC)),
+            u,
+            bias,
+            dy.contiguous(),
+            du,
+            part,
+            N,
+            C,
+            BR=BR,
+            BC=BC,
+            STEPS=steps,
+        )
+        return du, part.sum(0).to(bias.dtype)
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, res, bias):
+        C = bias.shape[0]
+        N = a.numel() // C
+        y = torch.empty_like(res)
+        _launch(_add_bias, (-(-N // BLOCK_R), -(-C // BLOCK_C)), a, res, bias, y, N, C, BR=BLOCK_R, BC=BLOCK_C)
+        ctx.C, ctx.bias_dtype = C, bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        dy = _channels_last(dy) if dy.ndim == 4 else dy.contiguous()
+        N = dy.numel() // ctx.C
+        programs, steps = _chunks(N, BLOCK_R)
+        part = torch.empty(programs, ctx.C, dtype=torch.float32, device=dy.device)
+        _launch(_column_sums, (programs, -(-ctx.C // BLOCK_C)), dy, part, N, ctx.C, BR=BLOCK_R, BC=BLOCK_C, STEPS=steps)
+        return dy, dy, part.sum(0).to(ctx.bias_dtype)
+
+
+class _SplitHeads(torch.autograd.Function):
+    """[B, N, P C], the side-by-side result of P products -> P views [B, heads, N, C / heads] of it, P 2 or 3."""
+
+    @staticmethod
+    def forward(ctx, y, P, heads):
+        return tuple(part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in y.chunk(P, dim=-1))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        B, heads, N, d = grads[0].shape
+        C, P = heads * d, len(grads)
+        parts = [g.transpose(1, 2).reshape(B * N, C) for g in grads]  # copies only where attention left another layout
+        y = torch.empty(B, N, P * C, dtype=parts[0].dtype, device=parts[0].device)
+        grid = (-(-B * N // BLOCK_R), -(-C // BLOCK_C))
+        _launch(_pack, grid, *parts[:2], parts[-1], y, B * N, C, P=P, BR=BLOCK_R, BC=BLOCK_C)
+        return y, None, None
+
+
+def group_norm(x, norm: nn.GroupNorm, silu: bool, skip=None, e=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, concatenated with skip and plus e as given; and its GroupNorm, followed by SiLU if asked.
+
+    x [B, C1, H, W], skip [B, C2, H, W], e [B, C] (skip and e exclude each other) -> the first without e, for use as the
+    residual, and the second, [B, C, H, W] in channels_last.
+    """
+    return _GroupNorm.apply(x, skip, e, norm.weight, norm.bias, norm.num_groups, norm.eps, silu)
+
+
+def add_layer_norm(a, bias, res, norm: nn.LayerNorm) -> tuple[torch.Tensor, torch.Tensor]:
+    """h = a + bias [+ res], and LayerNorm(h). a, res [..., C], bias [C] -> [..., C] twice."""
+    return _AddLayerNorm.apply(a, bias, res, norm.weight, norm.bias, norm.eps)
+
+
+def geglu(u, bias) -> torch.Tensor:
+    """value * GELU(gate) of u + bias, halves of the last axis: [..., 2C], [2C] -> [..., C]. Exact (erf) GELU."""
+    return _GEGLU.apply(u, bias)
+
+
+def add_bias(a, res, bias) -> torch.Tensor:
+    """a + res + bias: two [B, C, H, W] in channels_last or two [..., C], and [C]."""
+    if a.ndim == 4:
+        a, res = _channels_last(a), _channels_last(res)
+    else:
+        a, res = a.contiguous(), res.contiguous()
+    return _AddBias.apply(a, res, bias)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The network, with these
+# ----------------------------------------------------------------------------------------------------------------
+
+
+class FusedResBlock(ResBlock):
+    """Takes the skip apart from x, and for the time embedding its own projection, conv bias included, [B, out_ch]."""
+
+    def forward(self, x, e, skip=None):
+        if self.grad_checkpoint and torch.is_grad_enabled():
+            return checkpoint(self._forward, x, e, skip, use_reentrant=False, preserve_rng_state=False)
+        return self._forward(x, e, skip)
+
+    def _forward(self, x, e, skip=None):
+        (norm1, _, conv1), (norm2, _, _, conv2) = self.in_layers, self.out_layers
+        x, h = group_norm(x, norm1, silu=True, skip=skip)
+        h = F.conv2d(h, conv1.weight, padding=1)  # [B, out_ch, H, W]
+        h = group_norm(h, norm2, silu=True, e=e)[1]
+        h = F.conv2d(h, conv2.weight, padding=1)
+        bias = conv2.bias
+        if not isinstance(self.skip_connection, nn.Identity):
+            x = F.conv2d(x, self.skip_connection.weight)
+            bias = bias + self.skip_connection.bias
+        return add_bias(h, x, bias)
+
+
+def _attention(attn: CrossAttention, y: torch.Tensor, context: torch.Tensor | None) -> torch.Tensor:
+    """CrossAttention without its last bias. y [B, N, C], context [B, M, D] -> [B, N, C]."""
+    B, N, C = y.shape
+    if context is None:
+        w = torch.cat([attn.to_q.weight, attn.to_k.weight, attn.to_v.weight])
+        q, k, v = _SplitHeads.apply(F.linear(y, w), 3, attn.heads)  # [B, heads, N, d]
+    else:
+        q = F.linear(y, attn.to_q.weight).view(B, N, attn.heads, -1).transpose(1, 2)
+        w = torch.cat([attn.to_k.weight, attn.to_v.weight])
+        k, v = _SplitHeads.apply(F.linear(context, w), 2, attn.heads)  # [B, heads, M, d]
+    h = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, N, C)
+    return F.linear(h, attn.to_out[0].weight)
+
+
+class FusedSpatialTransformer(SpatialTransformer):
+    def forward(self, x, context):
+        if self.grad_checkpoint and torch.is_grad_enabled():
+            return checkpoint(self._forward, x, context, use_reentrant=False, preserve_rng_state=False)
+        return self._forward(x, context)
+
+    def _forward(self, x, context):
+        B, C, H, W = x.shape
+        x, h = group_norm(x, self.norm, silu=False)
+        h = h.permute(0, 2, 3, 1).reshape(B, H * W, C)  # a view
+        a, bias, res = F.linear(h, self.proj_in.weight.view(C, C)), self.proj_in.bias, None
+        for block in self.transformer_blocks:  # a + bias + res is the block's input
+            a, bias, res = self._block(block, a, bias, res, context)
+        h = add_bias(a, res, bias)
+        h = F.linear(h, self.proj_out.weight.view(C, C))
+        return add_bias(h.view(B, H, W, C).permute(0, 3, 1, 2), x, self.proj_out.bias)
+
+    @staticmethod
+    def _block(block: TransformerBlock, a, bias, res, context):
+        h, y = add_layer_norm(a, bias, res, block.norm1)
+        h, y = add_layer_norm(_attention(block.attn1, y, None), block.attn1.to_out[0].bias, h, block.norm2)
+        h, y = add_layer_norm(_attention(block.attn2, y, context), block.attn2.to_out[0].bias, h, block.norm3)
+        up, down = block.ff.net[0].proj, block.ff.net[2]
+        return F.linear(geglu(F.linear(y, up.weight), up.bias), down.weight), down.bias, h
+
+
+class FusedUNet(UNet):
+    """UNet.forward with the time projections of all residual blocks as one product, and skips joined inside norms."""
+
+    def forward(self, latents, timesteps, context):
+        dtype = _out_dtype(latents)
+        emb = self.time_embed(timestep_embedding(timesteps, self.config.channels[0]).to(latents.dtype))  # [B, 4c]
+        blocks = [m for m in self.modules() if isinstance(m, ResBlock)]
+        w = torch.cat([m.emb_layers[1].weight for m in blocks])
+        b = torch.cat([m.emb_layers[1].bias + m.in_layers[2].bias for m in blocks])
+        projected = F.linear(F.silu(emb), w, b).split([m.emb_layers[1].out_features for m in blocks], dim=1)
+        of_block = {m: e.contiguous() for m, e in zip(blocks, projected)}
+        context = context.to(dtype)  # once, and not for each product
+
+        h, skips = latents.contiguous(memory_format=torch.channels_last), []
+        for layers in self.input_blocks:
+            h = self._run(layers, h, of_block, context)
+            skips.append(h)
+        h = self._run(self.middle_block, h, of_block, context)
+        for layers in self.output_blocks:
+            skip = skips.pop()
+            h = self._run(layers, h, of_block, context, skips[-1].shape[-2:] if skips else None, skip)
+        h = group_norm(h, self.out[0], silu=True)[1]
+        return self.out[2](h)
+
+    @staticmethod
+    def _run(layers, h, of_block, context, size=None, skip=None):
+        for layer in layers:
+            if isinstance(layer, ResBlock):
+                h, skip = layer(h, of_block[layer], skip), None
+            elif isinstance(layer, SpatialTransformer):
+                h = layer(h, context)
+            elif isinstance(layer, Upsample):
+                with torch.autocast("cuda", enabled=False):  # which would copy the pixels in fp32
+                    h = F.interpolate(h, size=size, mode="nearest")
+                h = layer.conv(h)
+            else:
+                h = layer(h)
+        return h
+
+
+class FusedGroupNorm(nn.GroupNorm):
+    def forward(self, x):
+        return group_norm(x, self, silu=False)[1]
+
+
+class FusedVAEResBlock(VAEResBlock):
+    def forward(self, x):
+        x, h = group_norm(x, self.norm1, silu=True)
+        h = F.conv2d(h, self.conv1.weight, padding=1)  # [B, out_ch, H, W]
+        h = group_norm(h, self.norm2, silu=True, e=self.conv1.bias.expand(len(h), -1).contiguous())[1]
+        h = F.conv2d(h, self.conv2.weight, padding=1)
+        bias = self.conv2.bias
+        if not isinstance(self.nin_shortcut, nn.Identity):
+            x = F.conv2d(x, self.nin_shortcut.weight)
+            bias = bias + self.nin_shortcut.bias
+        return add_bias(h, x, bias)
+
+
+def _record(graph, function, pool=None):
+    """Record function() into a CUDA graph. Other threads (loader, checkpoints) may go on pinning memory meanwhile."""
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        return function()
+
+
+def _warm_up(function):
+    """Run function() as graphs are recorded, on a stream of its own: kernels are compiled, algorithms chosen."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # what the warm-up took is not what the recording can use
+
+
+class Graphed:
+    """A network's forward pass without gradients, recorded as a CUDA graph for each set of input shapes and replayed.
+
+    Called like the network, with tensors; the weights must stay where they are.
+    """
+
+    def __init__(self, net: nn.Module):
+        self.net, self.graphs = net, {}
+
+    @torch.no_grad()
+    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
+        key = tuple((tuple(x.shape), x.dtype) for x in inputs)
+        if key not in self.graphs:
+            static, graph = [x.clone() for x in inputs], torch.cuda.CUDAGraph()
+            _warm_up(lambda: self.net(*static))
+            self.graphs[key] = graph, static, _record(graph, lambda: self.net(*static))
+        graph, static, out = self.graphs[key]
+        torch._foreach_copy_(static, inputs)
+        graph.replay()
+        return out.clone()
+
+
+class GraphedBackward:
+    """A forward and backward pass recorded as a CUDA graph and replayed: its two or three thousand kernels cost one
+    launch. Gradients stay in the same memory: the first micro-batch of a step overwrites them, the others add to it.
+    """
+
+    def __init__(self, function, parameters: list[nn.Parameter]):
+        """function(*inputs) calls backward and returns a tensor. Inputs' shapes never change."""
+        self.function, self.parameters, self.graphs = function, parameters, {}
+
+    def __call__(self, *inputs: torch.Tensor, first: bool) -> torch.Tensor:
+        if not self.graphs:
+            self.static = [x.clone() for x in inputs]
+            _warm_up(lambda: self.function(*self.static))
+            for p in self.parameters:
+                p.grad = None  # the recording makes its own
+        if first not in self.graphs:
+            graph = torch.cuda.CUDAGraph()
+            pool = next(iter(self.graphs.values()))[0].pool() if self.graphs else None
+            self.graphs[first] = graph, _record(graph, lambda: self.function(*self.static), pool)
+        graph, out = self.graphs[first]
+        torch._foreach_copy_(self.static, inputs)
+        graph.replay()
+        return out.clone()

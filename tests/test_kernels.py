@@ -1,0 +1,191 @@
+"""SD_Kernels.py against the plain network: on CPU through Triton's interpreter, on an NVIDIA GPU as they run there."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import SD_Kernels as K
+import SD_Model as M
+
+pytestmark = pytest.mark.skipif(K.triton is None, reason="Triton is not installed")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+torch.backends.cudnn.allow_tf32 = False
+
+
+def randn(*shape, seed=0, scale=1.0, shift=0.0):
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale + shift
+    return x.to(DEVICE).requires_grad_()
+
+
+def gradients(function, inputs):
+    """Outputs, and the gradients of a random weighting of them."""
+    outputs = function(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    loss = sum((o * randn(*o.shape, seed=100 + i).detach()).sum() for i, o in enumerate(outputs))
+    return [*outputs, *torch.autograd.grad(loss, inputs)]
+
+
+def assert_same(fused, plain, inputs, tolerance=2e-5):
+    for i, (a, b) in enumerate(zip(gradients(fused, inputs), gradients(plain, inputs), strict=True)):
+        assert a.shape == b.shape
+        error = (a - b).abs().max() / b.abs().max()
+        assert error < tolerance, f"output or gradient {i}: {error:.2g} of the largest"
+
+
+def norm_of(kind, *args, **kwargs):
+    norm = kind(*args, **kwargs).to(DEVICE)
+    with torch.no_grad():
+        norm.weight.copy_(randn(*norm.weight.shape, seed=7))
+        norm.bias.copy_(randn(*norm.bias.shape, seed=8))
+    return norm
+
+
+def functional(norm, x, w, b):
+    if isinstance(norm, nn.GroupNorm):
+        return F.group_norm(x, norm.num_groups, w, b, norm.eps)
+    return F.layer_norm(x, (x.shape[-1],), w, b, norm.eps)
+
+
+def stand_in(norm, w, b):
+    """A norm whose weights are the given tensors, so that gradients reach them."""
+    double = copy.copy(norm)
+    double._parameters = {}
+    double.weight, double.bias = w, b
+    return double
+
+
+# Channels per group that are no power of two, pixels that fill no tile, more pixels than one tile, three pixels.
+@pytest.mark.parametrize("shape,groups", [((2, 96, 5, 7), 8), ((1, 320, 13, 11), 32), ((3, 8, 1, 3), 4)])
+@pytest.mark.parametrize("silu", [True, False])
+@pytest.mark.parametrize("given", ["x", "skip", "e"])
+def test_group_norm(shape, groups, silu, given):
+    B, C, H, W = shape
+    norm = norm_of(nn.GroupNorm, groups, C, eps=1e-5)
+    # A mean far from zero: E[x^2] - E[x]^2 in fp32 would lose the variance.
+    x = randn(B, C - C // 4 if given == "skip" else C, H, W, shift=10.0)
+    more = {"x": [], "skip": [randn(B, C // 4, H, W, seed=1)], "e": [randn(B, C, seed=2)]}[given]
+    w, b = norm.weight.detach().clone().requires_grad_(), norm.bias.detach().clone().requires_grad_()
+
+    def fused(x, w, b, *more):
+        return K.group_norm(x, stand_in(norm, w, b), silu, **({given: more[0]} if more else {}))[given == "e" :]
+
+    def plain(x, w, b, *more):
+        if given == "skip":
+            x = torch.cat([x, more[0]], dim=1)
+        y = functional(norm, x + more[0][:, :, None, None] if given == "e" else x, w, b)
+        y = F.silu(y) if silu else y
+        return (y,) if given == "e" else (x, y)
+
+    assert_same(fused, plain, [x, w, b, *more], 3e-4)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 64), (1, 77, 40), (5, 9, 320)])
+@pytest.mark.parametrize("residual", [True, False])
+def test_add_layer_norm(shape, residual):
+    C = shape[-1]
+    norm = norm_of(nn.LayerNorm, C)
+    w, b = norm.weight.detach().clone().requires_grad_(), norm.bias.detach().clone().requires_grad_()
+    inputs = [randn(*shape), randn(C, seed=1), w, b] + ([randn(*shape, seed=2)] if residual else [])
+
+    def fused(a, ab, w, b, res=None):
+        return K.add_layer_norm(a, ab, res, stand_in(norm, w, b))
+
+    def plain(a, ab, w, b, res=0.0):
+        h = a + ab + res
+        return h, functional(norm, h, w, b)
+
+    assert_same(fused, plain, inputs)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 64), (1, 77, 80), (3, 50, 2 * 320)])
+def test_geglu(shape):
+    def plain(u, b):
+        value, gate = (u + b).chunk(2, dim=-1)
+        return value * F.gelu(gate)
+
+    assert_same(K.geglu, plain, [randn(*shape, scale=2), randn(shape[-1], seed=1)])
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 64), (1, 700, 80)])
+def test_add_bias(shape):
+    assert_same(K.add_bias, lambda a, r, b: a + r + b, [randn(*shape), randn(*shape, seed=1), randn(shape[-1], seed=2)])
+
+
+def test_add_bias_of_feature_maps():
+    inputs = [randn(2, 24, 5, 3), randn(2, 24, 5, 3, seed=1), randn(24, seed=2)]
+    assert_same(K.add_bias, lambda a, r, b: a + r + b[:, None, None], inputs)
+
+
+def random_unet(groups=8):
+    torch.manual_seed(0)
+    unet = M.UNet(M.UNetConfig(channels=(32, 64), attention=(True, True), num_res_blocks=1, num_heads=2,
+                               context_dim=24, norm_groups=groups), zero_init="none")  # fmt: skip
+    for p in unet.parameters():
+        nn.init.normal_(p, std=0.2 if p.ndim > 1 else 0.5)
+    return unet.to(DEVICE)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_whole_network(checkpointed):
+    """Output and every gradient, at a size with odd halves; state dict and a deep copy unchanged."""
+    plain = random_unet()
+    fused = K.apply(copy.deepcopy(plain))
+    assert [type(m).__name__ for m in (fused, fused.middle_block[0])] == ["FusedUNet", "FusedResBlock"]
+    assert fused.state_dict().keys() == plain.state_dict().keys()
+    fused = copy.deepcopy(fused)
+    fused.set_grad_checkpoint("all" if checkpointed else "none")
+    x, context = randn(2, 4, 7, 5), randn(2, 11, 24, seed=1)
+    t = torch.tensor([3, 900], device=DEVICE)
+    inputs = [x, context, *plain.parameters()]
+    of_plain = gradients(lambda x, c, *_: plain(x, t, c), inputs)
+    of_fused = gradients(lambda x, c, *_: fused(x, t, c), [x, context, *fused.parameters()])
+    names = ["output", "latents", "context", *(n for n, _ in plain.named_parameters())]
+    for name, a, b in zip(names, of_fused, of_plain, strict=True):
+        assert a.shape == b.shape
+        assert (a - b).abs().max() < 2e-3 * b.abs().max() + 1e-6, name
+
+
+def test_what_keeps_the_plain_network():
+    dropping = M.UNet(M.UNetConfig(channels=(32,), attention=(False,), num_heads=2, norm_groups=8, dropout=0.1))
+    assert type(K.apply(dropping)) is M.UNet
+    assert not K.available(torch.device("cpu"))
+    assert not K.available(torch.device("mps"))
+
+
+def test_optimizer_step():
+    """Three steps against torch's clip_grad_norm_, AdamW and lerp: two groups, odd sizes, channels_last, a state that
+    is carried on."""
+
+    def setting():
+        params = [nn.Parameter(randn(*s, seed=i).detach()) for i, s in enumerate([(33, 7), (5, 3, 3, 3), (4097,)])]
+        params[1].data = params[1].data.contiguous(memory_format=torch.channels_last)
+        groups = [{"params": params[:2], "weight_decay": 0.1, "lr_scale": 1.0},
+                  {"params": params[2:], "weight_decay": 0.0, "lr_scale": 0.5}]  # fmt: skip
+        optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.99), fused=DEVICE == "cuda")
+        return params, optimizer, [p.detach().clone() for p in params]
+
+    (pa, oa, ea), (pb, ob, eb) = setting(), setting()
+    step = K.FusedStep(ob, dict(zip(pb, eb)))
+    for i, lr in enumerate((1e-2, 2e-2, 5e-3)):
+        if i == 2:
+            step = K.FusedStep(ob, dict(zip(pb, eb)))
+        for p, q in zip(pa, pb):
+            p.grad = torch.empty_like(p).copy_(randn(*p.shape, seed=10 + i).detach())  # in the weight's layout
+            q.grad = p.grad.clone()
+        if i == 1:  # another layout, and an address that no vector load may start at
+            pb[1].grad = pb[1].grad.contiguous()
+            pb[2].grad = torch.cat([pb[2].grad[:1], pb[2].grad])[1:]
+        norm = nn.utils.clip_grad_norm_(pa, 1.0)
+        for group in oa.param_groups:
+            group["lr"] = lr * group["lr_scale"]
+        oa.step()
+        torch._foreach_lerp_(ea, [p.detach() for p in pa], 0.1)
+        step.step(lr, min(1.0, 1.0 / (norm.item() + 1e-6)), 0.9)
+    for name, a, b in [*(("weights", *z) for z in zip(pa, pb)), *(("averages", *z) for z in zip(ea, eb))]:
+        assert (a - b).abs().max() < 1e-6, name
+    for p, q in zip(pa, pb):
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.allclose(oa.state[p][key], ob.state[q][key], rtol=1e-5, atol=1e-9), key
