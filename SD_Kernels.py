@@ -323,22 +323,28 @@ if triton is not None:
         tl.store(part + tl.program_id(0) * C + c, tl.sum(total, 0), mask=c < C)
 
     @triton.jit
-    def _adamw(table, rates, grads, chunks, scale, lr, beta1, beta2, eps, correction1, correction2, decay, K,
+    def _adamw(table, rates, grads, chunks, norm, limit, lr, beta1, beta2, eps, correction1, correction2, decay, K,
                BLOCK: tl.constexpr):  # fmt: skip
-        """AdamW and the weights' average for BLOCK numbers of one of K tensors. table [5, K]: addresses of weights, two
-        moments and averages, and sizes; rates [2, K]: multiples of lr, weight decays; chunks [programs, 2]: tensor and
-        block in it."""
+        """AdamW and the weights' average for BLOCK numbers of one of K tensors; nothing, if the norm is not finite.
+        table [6, K]: addresses of weights, two moments, averages and bf16 copies (0: none, and the gradient is fp32),
+        and sizes; rates [2, K]: multiples of lr, weight decays; chunks [programs, 2]: tensor and block in it."""
         at = chunks + 2 * tl.program_id(0)
         k, i = tl.load(at), tl.load(at + 1) * BLOCK + tl.arange(0, BLOCK)
-        mask = i < tl.load(table + 4 * K + k)
-        fp32 = tl.pointer_type(tl.float32)
+        none = tl.zeros([BLOCK], tl.int32)  # makes blocks of numbers, as Triton's interpreter fails to compare these
+        n = tl.load(norm + none)
+        scale = tl.minimum(1.0, limit / (n + 1e-6))
+        mask = (i < tl.load(table + 5 * K + k)) & (n < float("inf"))  # false for NaN too
+        fp32, bf16 = tl.pointer_type(tl.float32), tl.pointer_type(tl.bfloat16)
         p_at = tl.multiple_of(tl.load(table + k).to(fp32), 16) + i
         m_at = tl.multiple_of(tl.load(table + K + k).to(fp32), 16) + i
         v_at = tl.multiple_of(tl.load(table + 2 * K + k).to(fp32), 16) + i
         e_at = tl.multiple_of(tl.load(table + 3 * K + k).to(fp32), 16) + i
-        g_at = tl.multiple_of(tl.load(grads + k).to(fp32), 16) + i
+        half, g_at = tl.load(table + 4 * K + k), tl.load(grads + k)
+        copied = half + none != 0
         rate, weight_decay = lr * tl.load(rates + k), tl.load(rates + K + k)
-        g = tl.load(g_at, mask=mask, other=0.0) * scale
+        g = tl.load(tl.multiple_of(g_at.to(bf16), 16) + i, mask=mask & copied, other=0.0).to(tl.float32)
+        g += tl.load(tl.multiple_of(g_at.to(fp32), 16) + i, mask=mask & (copied == 0), other=0.0)
+        g *= scale
         p, m, v = (tl.load(p_at, mask=mask, other=0.0), tl.load(m_at, mask=mask, other=0.0),
                    tl.load(v_at, mask=mask, other=0.0))  # fmt: skip
         m += (1.0 - beta1) * (g - m)
@@ -350,6 +356,7 @@ if triton is not None:
         tl.store(m_at, m, mask=mask)
         tl.store(v_at, v, mask=mask)
         tl.store(e_at, e + (1.0 - decay) * (p - e), mask=mask)
+        tl.store(tl.multiple_of(half.to(bf16), 16) + i, p.to(tl.bfloat16), mask=mask & copied)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -360,52 +367,103 @@ if triton is not None:
 class FusedStep:
     """Clipping, AdamW and the average of the weights in one pass over memory: 36 bytes a parameter instead of 48.
 
-    Works on the state of a torch.optim.AdamW, which stays what is saved and loaded. Weights are fp32.
+    Works on the state of a torch.optim.AdamW, which stays what is saved and loaded. Weights are fp32. With `half`, the
+    pass also leaves a bf16 copy of the weights that the fused blocks multiply with, which is what autocast would make
+    of them, and takes their gradients in bf16, as the products give them: nothing is cast back and forth.
     """
 
     BLOCK = 4096
 
-    def __init__(self, optimizer: torch.optim.AdamW, averages: dict[nn.Parameter, torch.Tensor]):
-        """averages: of each of the optimizer's parameters. A state that is not there yet becomes zeros."""
-        self.optimizer = optimizer
+    def __init__(self, optimizer: torch.optim.AdamW, averages: dict[nn.Parameter, torch.Tensor], half=()):
+        """averages: of each of the optimizer's parameters. A state that is not there yet becomes zeros. half: weights
+        from multiplied(); only for one backward pass a step, of which each replaces the last one's gradients, and
+        without DDP, which would not see them."""
+        self.optimizer, self.averages, half = optimizer, averages, set(half)  # kept alive, as their addresses are
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         device = self.parameters[0].device
-        rows, rates, chunks = [], [], []
+        rows, rates, chunks, counts = [], [], [], []
         for group in optimizer.param_groups:
             for p in group["params"]:
                 state = optimizer.state[p]
                 if not state:
                     state["step"] = torch.zeros((), device=device)
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                counts.append(state["step"])
                 tensors = [p, state["exp_avg"], state["exp_avg_sq"], averages[p]]
                 if any(t.stride() != p.stride() or t.dtype != torch.float32 for t in tensors):
                     raise ValueError("weights, moments and averages must lie alike in memory, in fp32")
+                p.copy_bf16 = p.detach().to(torch.bfloat16) if p in half else None
                 chunks += [[len(rows), i] for i in range(-(-p.numel() // self.BLOCK))]
-                rows.append([*(t.data_ptr() for t in tensors), p.numel()])
+                copy = 0 if p.copy_bf16 is None else p.copy_bf16.data_ptr()
+                rows.append([*(t.data_ptr() for t in tensors), copy, p.numel()])
                 rates.append([group["lr_scale"], group["weight_decay"]])
-        self.table = torch.tensor(rows, device=device).t().contiguous()  # [5, K]
+        self.count = counts[0].to(device)  # of steps taken, one tensor for all
+        for p in self.parameters:
+            optimizer.state[p]["step"] = self.count
+        self.done = int(self.count)
+        self.table = torch.tensor(rows, device=device).t().contiguous()  # [6, K]
         self.rates = torch.tensor(rates, device=device).t().contiguous()  # [2, K]
         self.chunks = torch.tensor(chunks, dtype=torch.int32, device=device)  # [programs, 2]
-        self.steps = [optimizer.state[p]["step"] for p in self.parameters]
-        self.done = int(self.steps[0])
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [p.grad if p.copy_bf16 is None else p.copy_bf16.gradient for p in self.parameters]
 
     @torch.no_grad()
-    def step(self, lr: float, scale: float, decay: float):
-        """One step with gradients times scale; then averages = decay averages + (1 - decay) weights."""
-        grads = [p.grad for p in self.parameters]
+    def norm(self) -> torch.Tensor:
+        """Of all gradients together, fp32."""
+        grads = self.gradients()
+        kinds = ([g for g in grads if g.dtype == kind] for kind in (torch.float32, torch.bfloat16))
+        norms = [n for kind in kinds if kind for n in torch._foreach_norm(kind, 2, dtype=torch.float32)]
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    @torch.no_grad()
+    def step(self, lr: float, norm: torch.Tensor, limit: float, decay: float):
+        """One step with gradients scaled to a norm of at most limit; then averages = decay averages + (1 - decay)
+        weights. If the norm is not finite, nothing happens, and skipped() is to be called. It waits for nothing."""
+        grads = self.gradients()
         for i, (p, g) in enumerate(zip(self.parameters, grads)):
             if g.stride() != p.stride() or g.data_ptr() % 16:  # a gradient in DDP's buckets may lie anywhere
-                grads[i] = torch.empty_like(p).copy_(g)
-        at = torch.tensor([g.data_ptr() for g in grads], device=self.table.device)
+                grads[i] = torch.empty_like(p, dtype=g.dtype).copy_(g)
+        addresses = torch.tensor([g.data_ptr() for g in grads])
+        if self.table.is_cuda:
+            addresses = addresses.pin_memory().to(self.table.device, non_blocking=True)
         group = self.optimizer.param_groups[0]
         (beta1, beta2), eps = group["betas"], group["eps"]
         self.done += 1
         corrections = 1 - beta1**self.done, 1 - beta2**self.done
         _adamw[(len(self.chunks),)](
-            self.table, self.rates, at, self.chunks, scale, lr, beta1, beta2, eps, *corrections, decay, len(grads),
-            BLOCK=self.BLOCK,
+            self.table, self.rates, addresses, self.chunks, norm, float(limit), lr, beta1, beta2, eps,
+            *corrections, decay, len(self.parameters), BLOCK=self.BLOCK,
         )  # fmt: skip
-        torch._foreach_add_(self.steps, 1)
+        self.count += norm.isfinite()
+
+    def skipped(self):
+        self.done -= 1
+
+
+class _Half(torch.autograd.Function):
+    """The bf16 copy of a weight; its gradient is left with the copy."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.copy = weight.copy_bf16
+        return weight.copy_bf16.view_as(weight.copy_bf16)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.copy.gradient = grad
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
+    """A convolution's or product's weight, in training that with bf16 copies the copy."""
+    has_copy = getattr(module.weight, "copy_bf16", None) is not None and torch.is_grad_enabled()
+    return _Half.apply(module.weight) if has_copy else module.weight
+
+
+def multiplied(net: nn.Module) -> list[nn.Parameter]:
+    """The weights of a network that _weight() gives to products and convolutions."""
+    blocks = [m for m in net.modules() if isinstance(m, FusedResBlock | FusedSpatialTransformer)]
+    return [m.weight for block in blocks for m in block.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -651,12 +709,12 @@ class FusedResBlock(ResBlock):
     def _forward(self, x, e, skip=None):
         (norm1, _, conv1), (norm2, _, _, conv2) = self.in_layers, self.out_layers
         x, h = group_norm(x, norm1, silu=True, skip=skip)
-        h = F.conv2d(h, conv1.weight, padding=1)  # [B, out_ch, H, W]
+        h = F.conv2d(h, _weight(conv1), padding=1)  # [B, out_ch, H, W]
         h = group_norm(h, norm2, silu=True, e=e)[1]
-        h = F.conv2d(h, conv2.weight, padding=1)
+        h = F.conv2d(h, _weight(conv2), padding=1)
         bias = conv2.bias
         if not isinstance(self.skip_connection, nn.Identity):
-            x = F.conv2d(x, self.skip_connection.weight)
+            x = F.conv2d(x, _weight(self.skip_connection))
             bias = bias + self.skip_connection.bias
         return add_bias(h, x, bias)
 
@@ -665,14 +723,14 @@ def _attention(attn: CrossAttention, y: torch.Tensor, context: torch.Tensor | No
     """CrossAttention without its last bias. y [B, N, C], context [B, M, D] -> [B, N, C]."""
     B, N, C = y.shape
     if context is None:
-        w = torch.cat([attn.to_q.weight, attn.to_k.weight, attn.to_v.weight])
+        w = torch.cat([_weight(attn.to_q), _weight(attn.to_k), _weight(attn.to_v)])
         q, k, v = _SplitHeads.apply(F.linear(y, w), 3, attn.heads)  # [B, heads, N, d]
     else:
-        q = F.linear(y, attn.to_q.weight).view(B, N, attn.heads, -1).transpose(1, 2)
-        w = torch.cat([attn.to_k.weight, attn.to_v.weight])
+        q = F.linear(y, _weight(attn.to_q)).view(B, N, attn.heads, -1).transpose(1, 2)
+        w = torch.cat([_weight(attn.to_k), _weight(attn.to_v)])
         k, v = _SplitHeads.apply(F.linear(context, w), 2, attn.heads)  # [B, heads, M, d]
     h = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, N, C)
-    return F.linear(h, attn.to_out[0].weight)
+    return F.linear(h, _weight(attn.to_out[0]))
 
 
 class FusedSpatialTransformer(SpatialTransformer):
@@ -685,11 +743,11 @@ class FusedSpatialTransformer(SpatialTransformer):
         B, C, H, W = x.shape
         x, h = group_norm(x, self.norm, silu=False)
         h = h.permute(0, 2, 3, 1).reshape(B, H * W, C)  # a view
-        a, bias, res = F.linear(h, self.proj_in.weight.view(C, C)), self.proj_in.bias, None
+        a, bias, res = F.linear(h, _weight(self.proj_in).view(C, C)), self.proj_in.bias, None
         for block in self.transformer_blocks:  # a + bias + res is the block's input
             a, bias, res = self._block(block, a, bias, res, context)
         h = add_bias(a, res, bias)
-        h = F.linear(h, self.proj_out.weight.view(C, C))
+        h = F.linear(h, _weight(self.proj_out).view(C, C))
         return add_bias(h.view(B, H, W, C).permute(0, 3, 1, 2), x, self.proj_out.bias)
 
     @staticmethod
@@ -698,7 +756,7 @@ class FusedSpatialTransformer(SpatialTransformer):
         h, y = add_layer_norm(_attention(block.attn1, y, None), block.attn1.to_out[0].bias, h, block.norm2)
         h, y = add_layer_norm(_attention(block.attn2, y, context), block.attn2.to_out[0].bias, h, block.norm3)
         up, down = block.ff.net[0].proj, block.ff.net[2]
-        return F.linear(geglu(F.linear(y, up.weight), up.bias), down.weight), down.bias, h
+        return F.linear(geglu(F.linear(y, _weight(up)), up.bias), _weight(down)), down.bias, h
 
 
 class FusedUNet(UNet):
@@ -708,7 +766,7 @@ class FusedUNet(UNet):
         dtype = _out_dtype(latents)
         emb = self.time_embed(timestep_embedding(timesteps, self.config.channels[0]).to(latents.dtype))  # [B, 4c]
         blocks = [m for m in self.modules() if isinstance(m, ResBlock)]
-        w = torch.cat([m.emb_layers[1].weight for m in blocks])
+        w = torch.cat([_weight(m.emb_layers[1]) for m in blocks])
         b = torch.cat([m.emb_layers[1].bias + m.in_layers[2].bias for m in blocks])
         projected = F.linear(F.silu(emb), w, b).split([m.emb_layers[1].out_features for m in blocks], dim=1)
         of_block = {m: e.contiguous() for m, e in zip(blocks, projected)}
@@ -774,7 +832,6 @@ def _warm_up(function):
             function()
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
-    torch.cuda.empty_cache()  # what the warm-up took is not what the recording can use
 
 
 class Graphed:
@@ -792,6 +849,7 @@ class Graphed:
         if key not in self.graphs:
             static, graph = [x.clone() for x in inputs], torch.cuda.CUDAGraph()
             _warm_up(lambda: self.net(*static))
+            torch.cuda.empty_cache()
             self.graphs[key] = graph, static, _record(graph, lambda: self.net(*static))
         graph, static, out = self.graphs[key]
         torch._foreach_copy_(static, inputs)
@@ -812,8 +870,11 @@ class GraphedBackward:
         if not self.graphs:
             self.static = [x.clone() for x in inputs]
             _warm_up(lambda: self.function(*self.static))
-            for p in self.parameters:
-                p.grad = None  # the recording makes its own
+            for p in self.parameters:  # the recording makes its own
+                p.grad = None
+                if getattr(p, "copy_bf16", None) is not None:
+                    p.copy_bf16.gradient = None
+            torch.cuda.empty_cache()  # what the warm-up took is not what the recording can use
         if first not in self.graphs:
             graph = torch.cuda.CUDAGraph()
             pool = next(iter(self.graphs.values()))[0].pool() if self.graphs else None

@@ -354,23 +354,37 @@ def make_optimizer(denoiser: Denoiser, settings: dict) -> torch.optim.AdamW:
 class Update:
     """What follows the backward pass: clipping, AdamW, EMA; with fused kernels in one pass over memory."""
 
-    def __init__(self, optimizer: torch.optim.AdamW, parameters: list, averages: list, fused: bool):
-        self.optimizer, self.parameters, self.averages = optimizer, parameters, averages
-        self.fused = SD_Kernels.FusedStep(optimizer, dict(zip(parameters, averages))) if fused else None
+    def __init__(self, optimizer: torch.optim.AdamW, denoiser: Denoiser, ema: Denoiser, settings: dict, world: int):
+        self.optimizer, self.fused = optimizer, None
+        self.parameters, self.averages = (
+            list(denoiser.parameters()),
+            list(ema.parameters()),
+        )  # a walk takes milliseconds
+        if settings["kernels"]:
+            half = settings["dtype"] == "bf16" and settings["accumulate"] == 1 and world == 1
+            self.fused = SD_Kernels.FusedStep(
+                optimizer,
+                dict(zip(self.parameters, self.averages)),
+                SD_Kernels.multiplied(denoiser) if half else (),
+            )
 
-    def norm(self, limit: float) -> torch.Tensor:
-        """Norm of all gradients; they may be clipped to the limit by it."""
-        if self.fused:
-            return nn.utils.get_total_norm([p.grad for p in self.parameters], foreach=True)
-        return nn.utils.clip_grad_norm_(self.parameters, limit, foreach=True)
-
-    def step(self, lr: float, norm: float, limit: float, decay: float):
+    def __call__(self, lr: float, limit: float, decay: float) -> torch.Tensor:
+        """Update weights and averages; returns the norm of the gradients before clipping. If that is not finite,
+        nothing was updated, and skipped() is to be called."""
         set_lr(self.optimizer, lr)
-        if self.fused:
-            self.fused.step(lr, min(1.0, limit / (norm + 1e-6)), decay)
-        else:
+        if self.fused:  # the device is not waited for
+            norm = self.fused.norm()
+            self.fused.step(lr, norm, limit, decay)
+            return norm
+        norm = nn.utils.clip_grad_norm_(self.parameters, limit, foreach=True)
+        if math.isfinite(norm):
             self.optimizer.step()
             update_ema(self.averages, self.parameters, decay)
+        return norm
+
+    def skipped(self):
+        if self.fused:
+            self.fused.skipped()
 
 
 def sample_losses(net, batch: Batch, text: torch.Tensor, schedule: NoiseSchedule) -> torch.Tensor:
@@ -916,18 +930,17 @@ def main(argv=None):
     denoiser.to(device, memory_format=memory).train()
     ema.to(device, memory_format=memory)
     text_encoder.to(device).eval()
-    parameters, averages = list(denoiser.parameters()), list(ema.parameters())  # walking the modules takes milliseconds
     optimizer = make_optimizer(denoiser, settings)
     if checkpoint:
         load_optimizer(checkpoint, optimizer)
-    update = Update(optimizer, parameters, averages, settings["kernels"])
+    update = Update(optimizer, denoiser, ema, settings, world)
     agreed = {"where to go on": progress.step, "the number of steps": total, "readable latents": train.unreadable}
     agreed |= {"the data": zlib.crc32(str(data.hashes).encode()), "settings": zlib.crc32(json.dumps(settings).encode())}
     check_agreement(agreed, device, world)
     lock = make_run_folder(out, settings, checkpoint) if rank == 0 else None  # nothing was written before this line
     model = wrap(denoiser, settings, world)
     net = in_autocast(model, device, settings["dtype"])
-    micro_step = make_micro_step(net, text_of, schedule, settings, parameters, world, say)
+    micro_step = make_micro_step(net, text_of, schedule, settings, update.parameters, world, say)
 
     fixed = {
         name: validation_batch(split, settings["val_images"], name, settings["seed"], schedule.steps)
@@ -1004,16 +1017,16 @@ def main(argv=None):
                 stats[1 + BINS :] += bins.sum(dim=0)
                 progress.seen += batch.seen
             limit = clip_limit(settings, progress.mean_norm)
-            norm = update.norm(limit)
+            norm = update(lr, limit, ema_decay(settings["ema"], progress.updates))
             stats[0] = float(stop.is_set())
             if world > 1:
                 dist.all_reduce(stats)
             norm, (stopping, *sums) = norm.item(), stats.tolist()  # the step's one wait for the device
             if math.isfinite(norm):  # the same on all ranks: gradients were averaged
-                update.step(lr, norm, limit, ema_decay(settings["ema"], progress.updates))
                 progress.updates, progress.skipped = progress.updates + 1, 0
                 progress.mean_norm += (min(norm, limit) - progress.mean_norm) * (0.01 if progress.mean_norm else 1)
             else:
+                update.skipped()
                 progress.skipped += 1
                 say(f"\nwarning: step {progress.step + 1} skipped, its gradients are not finite "
                     f"({progress.skipped} in a row)")  # fmt: skip
@@ -1222,13 +1235,12 @@ def benchmark(steps: int, settings, denoiser, schedule, memory, device, rank, wo
     shape, tokens = (preset["unet"].in_channels, side, side), TextEncoder.MAX_LENGTH
     denoiser.to(device, memory_format=memory).train()
     ema = copy.deepcopy(denoiser).requires_grad_(False)
-    parameters, averages = list(denoiser.parameters()), list(ema.parameters())
-    update = Update(make_optimizer(denoiser, settings), parameters, averages, settings["kernels"])
+    update = Update(make_optimizer(denoiser, settings), denoiser, ema, settings, world)
     model = wrap(denoiser, settings, world)
     net = in_autocast(model, device, settings["dtype"])
     latents, noise = torch.randn(2, micro, *shape, device=device)
     text = torch.randn(micro, tokens, preset["unet"].context_dim, device=device)  # in the place of ids
-    micro_step = make_micro_step(net, text_of or (lambda x: x), schedule, settings, parameters, world, print)
+    micro_step = make_micro_step(net, text_of or (lambda x: x), schedule, settings, update.parameters, world, print)
     sync = torch.cuda.synchronize if cuda else lambda: None
 
     def now():  # a point in the device's time
@@ -1257,7 +1269,7 @@ def benchmark(steps: int, settings, denoiser, schedule, memory, device, rank, wo
                 micro_step(batch, first=a == 0)
         marks.append(now())
         limit = clip_limit(settings, 0.0)
-        update.step(settings["lr"], update.norm(limit).item(), limit, settings["ema"])
+        update(settings["lr"], limit, settings["ema"]).item()
         if not graphs_run(settings, world):
             update.optimizer.zero_grad(set_to_none=True)
         marks.append(now())
