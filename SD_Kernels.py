@@ -334,7 +334,8 @@ if triton is not None:
         n = tl.load(norm + none)
         scale = tl.minimum(1.0, limit / (n + 1e-6))
         mask = (i < tl.load(table + 5 * K + k)) & (n < float("inf"))  # false for NaN too
-        fp32, bf16 = tl.pointer_type(tl.float32), tl.pointer_type(tl.bfloat16)
+        fp32 = tl.pointer_type(tl.float32)
+        bf16 = tl.pointer_type(tl.bfloat16)
         p_at = tl.multiple_of(tl.load(table + k).to(fp32), 16) + i
         m_at = tl.multiple_of(tl.load(table + K + k).to(fp32), 16) + i
         v_at = tl.multiple_of(tl.load(table + 2 * K + k).to(fp32), 16) + i
@@ -372,7 +373,7 @@ class FusedStep:
     of them, and takes their gradients in bf16, as the products give them: nothing is cast back and forth.
     """
 
-    BLOCK = 4096
+    BLOCK = 1024
 
     def __init__(self, optimizer: torch.optim.AdamW, averages: dict[nn.Parameter, torch.Tensor], half=()):
         """averages: of each of the optimizer's parameters. A state that is not there yet becomes zeros. half: weights

@@ -351,22 +351,25 @@ def make_optimizer(denoiser: Denoiser, settings: dict) -> torch.optim.AdamW:
     )
 
 
+def copies_weights(settings: dict) -> bool:
+    """Whether the blocks multiply with bf16 copies of the weights that the optimizer's pass makes, and gradients come
+    in bf16: only where no gradients are added up, over micro-batches or processes, as bf16 would round the sums."""
+    alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
+    return bool(settings["kernels"]) and settings["dtype"] == "bf16" and settings["accumulate"] == 1 and alone
+
+
 class Update:
     """What follows the backward pass: clipping, AdamW, EMA; with fused kernels in one pass over memory."""
 
-    def __init__(self, optimizer: torch.optim.AdamW, denoiser: Denoiser, ema: Denoiser, settings: dict, world: int):
+    def __init__(self, optimizer: torch.optim.AdamW, denoiser: Denoiser, ema: Denoiser, settings: dict):
         self.optimizer, self.fused = optimizer, None
         self.parameters, self.averages = (
             list(denoiser.parameters()),
             list(ema.parameters()),
         )  # a walk takes milliseconds
         if settings["kernels"]:
-            half = settings["dtype"] == "bf16" and settings["accumulate"] == 1 and world == 1
-            self.fused = SD_Kernels.FusedStep(
-                optimizer,
-                dict(zip(self.parameters, self.averages)),
-                SD_Kernels.multiplied(denoiser) if half else (),
-            )
+            copied = SD_Kernels.multiplied(denoiser) if copies_weights(settings) else ()
+            self.fused = SD_Kernels.FusedStep(optimizer, dict(zip(self.parameters, self.averages)), copied)
 
     def __call__(self, lr: float, limit: float, decay: float) -> torch.Tensor:
         """Update weights and averages; returns the norm of the gradients before clipping. If that is not finite,
@@ -933,7 +936,7 @@ def main(argv=None):
     optimizer = make_optimizer(denoiser, settings)
     if checkpoint:
         load_optimizer(checkpoint, optimizer)
-    update = Update(optimizer, denoiser, ema, settings, world)
+    update = Update(optimizer, denoiser, ema, settings)
     agreed = {"where to go on": progress.step, "the number of steps": total, "readable latents": train.unreadable}
     agreed |= {"the data": zlib.crc32(str(data.hashes).encode()), "settings": zlib.crc32(json.dumps(settings).encode())}
     check_agreement(agreed, device, world)
@@ -1118,14 +1121,16 @@ def rank_positions(first: int, end: int, global_batch: int, micro: int, accumula
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def activation_bytes(settings: dict, batch: int, device: torch.device) -> int:
-    """Bytes that a micro-batch of the UNet keeps for its backward, counted on fake tensors, which take no memory.
+def activation_bytes(settings: dict, batch: int, device: torch.device) -> tuple[int, int]:
+    """Bytes that a micro-batch of the UNet keeps for its backward, and the largest block's share of them, counted on
+    fake tensors, which take no memory. bf16 copies of weights do not count.
 
     Of a checkpointed block, the inputs are kept, and the rest of one block at a time, while it is recomputed.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    preset, kept, storages, begun, inside = PRESETS[settings["model"]], [], {}, [], []
+    preset, which, kept, storages = PRESETS[settings["model"]], settings["grad_checkpoint"], [], {}
+    begun, of_block, recomputed = [], [0], []
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -1140,27 +1145,31 @@ def activation_bytes(settings: dict, batch: int, device: torch.device) -> int:
                 count(x)
         begun.append(sum(storages.values()))
 
-    def leave(*_):
-        inside.append(sum(storages.values()) - begun[-1])
+    def leave(block, *_):
+        of_block.append(sum(storages.values()) - begun[-1])
+        if which == "all" or (which == "resblocks" and isinstance(block, ResBlock)):
+            recomputed.append(of_block[-1])
 
     with FakeTensorMode(), torch.device(device):
         unet = UNet(preset["unet"])
-        weights = {p.untyped_storage()._cdata for p in unet.parameters()}
         if settings["kernels"]:
             SD_Kernels.apply(unet)
-        if settings["grad_checkpoint"] != "none":
-            for m in unet.modules():
-                if isinstance(m, ResBlock) or (
-                    settings["grad_checkpoint"] == "all" and isinstance(m, SpatialTransformer)
-                ):
-                    m.register_forward_pre_hook(enter)
-                    m.register_forward_hook(leave)
+        held = list(unet.parameters())
+        if copies_weights(settings):
+            for p in SD_Kernels.multiplied(unet):
+                p.copy_bf16 = torch.empty_like(p, dtype=torch.bfloat16, requires_grad=False)
+                held.append(p.copy_bf16)
+        weights = {p.untyped_storage()._cdata for p in held}
+        for m in unet.modules():
+            if isinstance(m, ResBlock | SpatialTransformer):
+                m.register_forward_pre_hook(enter)
+                m.register_forward_hook(leave)
         side = settings["size"] // preset["vae"].factor
         latents = torch.empty(batch, preset["unet"].in_channels, side, side)
         context = torch.empty(batch, TextEncoder.MAX_LENGTH, preset["unet"].context_dim)
         with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
             in_autocast(unet, device, settings["dtype"])(latents, torch.zeros(batch, dtype=torch.long), context)
-    return sum(storages.values()) - sum(inside) + max(inside, default=0)
+    return sum(storages.values()) - sum(recomputed) + max(recomputed, default=0), max(of_block)
 
 
 def choose_grad_checkpoint(settings: dict, denoiser: Denoiser, text_encoder, device, say) -> str:
@@ -1179,20 +1188,23 @@ def choose_grad_checkpoint(settings: dict, denoiser: Denoiser, text_encoder, dev
 
 
 def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncoder | None, device) -> dict[str, int]:
-    """Bytes a device needs, by what they are for; gradients come while activations go, unless steps accumulate."""
-    trained = 4 * count_parameters(denoiser)[1]
-    frozen = 0 if text_encoder is None or denoiser.text_encoder is not None else 4 * count_parameters(text_encoder)[1]
-    one, two = (activation_bytes(settings, n, device) for n in (1, 2))  # linear in the batch, but for cast weights
+    """Bytes a device needs, by what they are for; gradients come while activations go, unless steps accumulate, and
+    the gradients of one block's activations are there with both."""
+    numbers = count_parameters(denoiser)[1]
+    frozen = 0 if text_encoder is None or denoiser.text_encoder is not None else count_parameters(text_encoder)[1]
+    copied = sum(p.numel() for p in SD_Kernels.multiplied(denoiser)) if copies_weights(settings) else 0
+    (one, block), (two, block_of_two) = (activation_bytes(settings, n, device) for n in (1, 2))  # linear in the batch
     parts = {
-        "weights": trained + frozen,
-        "Adam": 2 * trained,
-        "EMA": trained,
-        "gradients": trained,
+        "weights": 4 * (numbers + frozen) + 2 * copied,
+        "Adam": 8 * numbers,
+        "EMA": 4 * numbers,
+        "gradients": 4 * numbers - 2 * copied,
         "activations": one + (two - one) * (settings["batch"] - 1),
     }
     beside = parts["gradients"] + parts["activations"]
     if settings["accumulate"] == 1:
         beside = max(parts["gradients"], parts["activations"])
+    beside += block + (block_of_two - block) * (settings["batch"] - 1)
     return parts | {"peak": parts["weights"] + parts["Adam"] + parts["EMA"] + beside}
 
 
@@ -1235,7 +1247,7 @@ def benchmark(steps: int, settings, denoiser, schedule, memory, device, rank, wo
     shape, tokens = (preset["unet"].in_channels, side, side), TextEncoder.MAX_LENGTH
     denoiser.to(device, memory_format=memory).train()
     ema = copy.deepcopy(denoiser).requires_grad_(False)
-    update = Update(make_optimizer(denoiser, settings), denoiser, ema, settings, world)
+    update = Update(make_optimizer(denoiser, settings), denoiser, ema, settings)
     model = wrap(denoiser, settings, world)
     net = in_autocast(model, device, settings["dtype"])
     latents, noise = torch.randn(2, micro, *shape, device=device)
