@@ -153,6 +153,33 @@ def test_resume_of_two_ranks_is_exact(data, tmp_path):
     assert_equal_runs(tmp_path / "whole", tmp_path / "cut")
 
 
+def on_this_device(*_):
+    """A hook: the fused kernels run here too, through Triton's interpreter, one by one."""
+    SD_Kernels.available = lambda device: True
+    SD_Train.graphs_run = lambda *_: False
+    SD_Kernels.BLOCK_R = 256  # few and large tiles, as the interpreter's time goes by tiles
+    SD_Kernels.FusedStep.BLOCK = 1 << 13
+
+
+@pytest.mark.skipif(SD_Kernels.triton is None, reason="Triton is not installed")
+def test_fused_kernels_train_as_the_plain_network_does(data, tmp_path):
+    """Same losses to rounding; exact resume, of moments in channels_last too; the checkpoint of one goes on with the
+    other."""
+    more = ("--max_steps", 2, "--batch", 2, "--warmup", 0, "--val_steps", 0, "--save_steps", 1, "--channels_last")
+    train(data, tmp_path / "plain", *more)
+    train(data, tmp_path / "fused", *more, "--kernels", hook=on_this_device)
+    train(data, tmp_path / "cut", *more, "--kernels", "--stop_at", 1, hook=on_this_device)
+    shutil.copytree(tmp_path / "cut", tmp_path / "changed")
+    train(data, tmp_path / "cut", *more, "--kernels", "--resume", hook=on_this_device)
+    whole, resumed = (contents(last_checkpoint(tmp_path / name))[0] for name in ("fused", "cut"))
+    assert all(torch.equal(whole[k], resumed[k]) for k in whole.keys() | resumed.keys())
+    train(data, tmp_path / "changed", *more, "--no_kernels", "--resume")
+    for other in ("fused", "changed"):
+        for name in ("loss", "grad_norm"):
+            assert np.allclose(column(tmp_path / "plain", name), column(tmp_path / other, name), rtol=2e-3), other
+    assert column(tmp_path / "plain", "loss")[0] != pytest.approx(column(tmp_path / "plain", "loss")[1], rel=0.02)
+
+
 @pytest.mark.parametrize("world", [1, 3])
 def test_two_ranks_resume_on_another_number(world, data, tmp_path):
     """The next unseen image comes next, and the global batch of 12 stays."""
