@@ -868,13 +868,14 @@ class GraphedBackward:
         self.function, self.parameters, self.graphs = function, parameters, {}
 
     def __call__(self, *inputs: torch.Tensor, first: bool) -> torch.Tensor:
+        """RuntimeError if the pass cannot be recorded, or if its record does not do what the pass does."""
+        expected = None
         if not self.graphs:
             self.static = [x.clone() for x in inputs]
             _warm_up(lambda: self.function(*self.static))
-            for p in self.parameters:  # the recording makes its own
-                p.grad = None
-                if getattr(p, "copy_bf16", None) is not None:
-                    p.copy_bf16.gradient = None
+            self.forget()
+            expected = self.function(*self.static).clone(), self._norm()
+            self.forget()  # the recording makes its own gradients
             torch.cuda.empty_cache()  # what the warm-up took is not what the recording can use
         if first not in self.graphs:
             graph = torch.cuda.CUDAGraph()
@@ -883,4 +884,24 @@ class GraphedBackward:
         graph, out = self.graphs[first]
         torch._foreach_copy_(self.static, inputs)
         graph.replay()
+        if expected is not None:
+            for a, b in zip((out, self._norm()), expected):
+                if not torch.allclose(a, b, rtol=0.02, atol=1e-6, equal_nan=True):
+                    raise RuntimeError("the recorded pass gave other numbers than the pass itself")
         return out.clone()
+
+    def _gradients(self) -> list[torch.Tensor]:
+        copies = [p.copy_bf16 for p in self.parameters if getattr(p, "copy_bf16", None) is not None]
+        found = [p.grad for p in self.parameters] + [getattr(c, "gradient", None) for c in copies]
+        return [g for g in found if g is not None]
+
+    def _norm(self) -> torch.Tensor:
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in self._gradients()]
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    def forget(self):
+        """Drop all gradients."""
+        for p in self.parameters:
+            p.grad = None
+            if getattr(p, "copy_bf16", None) is not None:
+                p.copy_bf16.gradient = None

@@ -420,35 +420,40 @@ def backward(net, batch: Batch, text: torch.Tensor, schedule: NoiseSchedule, set
 
 def graphs_run(settings: dict, world: int) -> bool:
     """Whether forward and backward passes are recorded as CUDA graphs. DDP's hooks are not for recording."""
-    return settings["kernels"] and world == 1 and not PRESETS[settings["model"]]["unet"].dropout
+    return bool(settings["kernels"]) and world == 1 and not PRESETS[settings["model"]]["unet"].dropout
 
 
-def make_micro_step(net, text_of, schedule: NoiseSchedule, settings: dict, parameters: list, world: int, say):
-    """micro_step(batch, first) -> weighted losses [B]: forward and backward of one micro-batch; first of its step?"""
+class MicroSteps:
+    """The micro-batches of training steps: forward and backward of each, where that works as a CUDA graph."""
 
-    def plain(latents, noise, t, ids):
+    def __init__(self, net, text_of, schedule: NoiseSchedule, settings: dict, parameters: list, world: int, say):
+        self.parts, self.say = (net, text_of, schedule, settings), say
+        self.graphed = SD_Kernels.GraphedBackward(self._plain, parameters) if graphs_run(settings, world) else None
+
+    def _plain(self, latents, noise, t, ids) -> torch.Tensor:
+        net, text_of, schedule, settings = self.parts
         batch = Batch(latents, noise, t, ids)
         return backward(net, batch, text_of(ids), schedule, settings, 1 / settings["accumulate"])
 
-    if not graphs_run(settings, world):
-        return lambda batch, first: plain(*batch[:4])
-    graphed, state = SD_Kernels.GraphedBackward(plain, parameters), {"works": True}
-
-    def micro_step(batch, first):
-        if state["works"]:
+    def __call__(self, batch: Batch, first: bool) -> torch.Tensor:
+        """Weighted losses [B] of one micro-batch; first of its step?"""
+        if self.graphed:
+            recorded = bool(self.graphed.graphs)
             try:
-                return graphed(*batch[:4], first=first)
+                return self.graphed(*batch[:4], first=first)
             except RuntimeError as e:  # a text encoder that waits for the device, say
-                if graphed.graphs or isinstance(e, torch.OutOfMemoryError):
+                if recorded or isinstance(e, torch.OutOfMemoryError):
                     raise
-                say(f"note: without CUDA graphs, which this network does not allow ({str(e).splitlines()[0]})")
+                self.say(f"note: going on without CUDA graphs ({str(e).splitlines()[0]})")
                 torch.cuda.synchronize()
-                state["works"] = False
-                for p in parameters:
-                    p.grad = None
-        return plain(*batch[:4])
+                self.graphed.forget()
+                self.graphed = None
+        return self._plain(*batch[:4])
 
-    return micro_step
+    def end(self, optimizer: torch.optim.Optimizer):
+        """After a step: drop the gradients, unless the next step overwrites them where they are."""
+        if not self.graphed:
+            optimizer.zero_grad(set_to_none=True)
 
 
 def averaging(model: nn.Module, last: bool):
@@ -943,7 +948,7 @@ def main(argv=None):
     lock = make_run_folder(out, settings, checkpoint) if rank == 0 else None  # nothing was written before this line
     model = wrap(denoiser, settings, world)
     net = in_autocast(model, device, settings["dtype"])
-    micro_step = make_micro_step(net, text_of, schedule, settings, update.parameters, world, say)
+    micro_steps = MicroSteps(net, text_of, schedule, settings, update.parameters, world, say)
 
     fixed = {
         name: validation_batch(split, settings["val_images"], name, settings["seed"], schedule.steps)
@@ -1014,7 +1019,7 @@ def main(argv=None):
             for a in range(accumulate):
                 batch = loader.next()
                 with averaging(model, last=a == accumulate - 1):
-                    losses = micro_step(batch, first=a == 0)
+                    losses = micro_steps(batch, first=a == 0)
                 bins = F.one_hot(batch.t * BINS // schedule.steps, BINS).float()  # [B, BINS]
                 stats[1 : 1 + BINS] += losses @ bins
                 stats[1 + BINS :] += bins.sum(dim=0)
@@ -1033,8 +1038,7 @@ def main(argv=None):
                 progress.skipped += 1
                 say(f"\nwarning: step {progress.step + 1} skipped, its gradients are not finite "
                     f"({progress.skipped} in a row)")  # fmt: skip
-            if not graphs_run(settings, world):  # whose first micro-batch overwrites
-                optimizer.zero_grad(set_to_none=True)
+            micro_steps.end(optimizer)
             progress.step += 1
             progress.window.add(sums, norm, progress.skipped > 0)
             bar.update()
@@ -1252,7 +1256,7 @@ def benchmark(steps: int, settings, denoiser, schedule, memory, device, rank, wo
     net = in_autocast(model, device, settings["dtype"])
     latents, noise = torch.randn(2, micro, *shape, device=device)
     text = torch.randn(micro, tokens, preset["unet"].context_dim, device=device)  # in the place of ids
-    micro_step = make_micro_step(net, text_of or (lambda x: x), schedule, settings, update.parameters, world, print)
+    micro_steps = MicroSteps(net, text_of or (lambda x: x), schedule, settings, update.parameters, world, print)
     sync = torch.cuda.synchronize if cuda else lambda: None
 
     def now():  # a point in the device's time
@@ -1278,12 +1282,11 @@ def benchmark(steps: int, settings, denoiser, schedule, memory, device, rank, wo
                 latents, noise, torch.randint(0, schedule.steps, (micro,), device=device), text)  # fmt: skip
             waited += time.perf_counter() - asked
             with averaging(model, last=a == accumulate - 1):
-                micro_step(batch, first=a == 0)
+                micro_steps(batch, first=a == 0)
         marks.append(now())
         limit = clip_limit(settings, 0.0)
         update(settings["lr"], limit, settings["ema"]).item()
-        if not graphs_run(settings, world):
-            update.optimizer.zero_grad(set_to_none=True)
+        micro_steps.end(update.optimizer)
         marks.append(now())
         if first_step is None:
             sync()

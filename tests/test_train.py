@@ -180,6 +180,21 @@ def test_fused_kernels_train_as_the_plain_network_does(data, tmp_path):
     assert column(tmp_path / "plain", "loss")[0] != pytest.approx(column(tmp_path / "plain", "loss")[1], rel=0.02)
 
 
+def test_a_pass_that_cannot_be_recorded_goes_on_without_graphs(data, plain, tmp_path):
+    def hook(*_):
+        class Refusing(SD_Kernels.GraphedBackward):
+            def __call__(self, *inputs, first):
+                self.function(*inputs)  # gradients that must not stay
+                raise RuntimeError("operation not permitted when stream is capturing")
+
+        SD_Train.graphs_run, SD_Kernels.GraphedBackward = lambda *_: True, Refusing
+        torch.cuda.synchronize = lambda: None
+
+    text = train(data, tmp_path / "run", hook=hook)
+    assert text.count("going on without CUDA graphs (operation not permitted") == 1
+    assert_equal_runs(plain, tmp_path / "run")
+
+
 @pytest.mark.parametrize("world", [1, 3])
 def test_two_ranks_resume_on_another_number(world, data, tmp_path):
     """The next unseen image comes next, and the global batch of 12 stays."""
