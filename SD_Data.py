@@ -31,7 +31,7 @@ def generator(*key: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=words))
 
 
-STREAM_SAMPLE, STREAM_EPOCH, STREAM_SOURCE, STREAM_VALIDATION = 0, 1, 2, 1 << 20
+STREAM_SAMPLE, STREAM_EPOCH, STREAM_SOURCE, STREAM_FLIP, STREAM_VALIDATION = 0, 1, 2, 3, 1 << 20
 
 
 class Source(NamedTuple):
@@ -180,7 +180,11 @@ def _load_or_none(path: Path) -> np.ndarray | None:
 
 
 class Split:
-    """Pictures of one split over all sources: token ids, latents, and where each source's pictures lie."""
+    """Pictures of one split over all sources: token ids, latents, and where each source's pictures lie.
+
+    shard, row: int32 [N, 2], where the latent of a picture lies and where that of its mirror image, which is found by
+    its key; the picture's own again where there is none.
+    """
 
     def __init__(self, sources: list[Source], stores: list[LatentStore], split: str, fraction: float):
         self.arrays, ids, shard, row, keys, captions, self.sizes = [], [], [], [], [], [], []
@@ -190,17 +194,19 @@ class Split:
             key, token_ids, caption = read_split(source.dataset, split)
             told = read_manifest(source.dataset, "a dataset", ("counts",))["counts"].get(split, 0)
             check_count(source.dataset, f"{split} rows", len(key), told)
-            found = pc.index_in(key, value_set=store.keys.combine_chunks()).combine_chunks()
-            kept = np.flatnonzero(np.asarray(found.is_valid()))
+            plain = mirrored = pc.index_in(key, store.keys).combine_chunks()
+            if store.manifest.get("flip"):
+                mirrored = pc.index_in(pc.binary_join_element_wise(key, common.FLIP, ""), store.keys).combine_chunks()
+            kept = np.flatnonzero(np.asarray(plain.is_valid()))
             self.missing += len(key) - len(kept)
             if fraction < 1 or (source.cap is not None and source.cap < len(kept)):
                 rank = np.array([common.key_fraction(k) for k in key.take(kept).to_pylist()])
                 order = np.argsort(rank, kind="stable")[: source.cap]
                 kept = np.sort(kept[order[rank[order] < fraction]])
-            at = np.asarray(found.take(kept))
+            at = np.stack([plain.take(kept), pc.coalesce(mirrored, plain).take(kept)], axis=1)
             ids.append(token_ids[kept])
-            shard.append(store.shard[at] + len(self.arrays))
-            row.append(store.row[at])
+            shard.append((store.shard[at] + len(self.arrays)).astype(np.int32))
+            row.append(store.row[at].astype(np.int32))
             keys.append(key.take(kept))
             captions.append(caption.take(kept))
             self.arrays += store.arrays
@@ -216,9 +222,10 @@ class Split:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def latents(self, index: np.ndarray) -> np.ndarray:
-        """Stored latents fp32 [B, C, h, w]."""
-        return np.stack([self.arrays[self.shard[i]][self.row[i]] for i in index]).astype(np.float32)
+    def latents(self, index: np.ndarray, mirrored: np.ndarray | int = 0) -> np.ndarray:
+        """Stored latents fp32 [B, C, h, w]; of the mirror image, if it has any, where `mirrored` (int [B]) is 1."""
+        at = zip(self.shard[index, mirrored], self.row[index, mirrored])
+        return np.stack([self.arrays[shard][row] for shard, row in at]).astype(np.float32)
 
 
 class SampleOrder:
@@ -291,14 +298,16 @@ def make_batch(
     steps: int,
     offset: float = 0.0,
 ) -> Batch:
-    """The samples at these global positions. Each draws from its own generator, always in the same sequence.
+    """The samples at these global positions. Each draws from its own generator, always in the same sequence. Whether a
+    picture is mirrored (where its mirror image has a latent) is drawn from another, so that the rest is as without.
 
     drop: probability that a caption is replaced by null_ids [L], those of ""; steps: timesteps of the noise schedule;
     offset: standard deviation of a noise that is constant over each channel, added to the noise (Guttenberg 2023,
     'Diffusion with offset noise'), so that the network learns to change a picture's mean brightness.
     """
     index = order.at(positions)
-    stored, ids = split.latents(index), split.ids[index].astype(np.int64)
+    mirrored = np.array([generator(seed, STREAM_FLIP, int(p)).integers(2) for p in positions])
+    stored, ids = split.latents(index, mirrored), split.ids[index].astype(np.int64)
     z = stored.shape[1] // 2 if split.moments else stored.shape[1]
     latents, t = stored[:, :z].copy(), np.empty(len(index), np.int64)
     noise, seen = np.empty_like(latents), 0

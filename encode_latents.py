@@ -58,7 +58,6 @@ from SD_Model import VAE, InputError, run_cli, weights_hash
 from SD_Run import sha256
 
 FORMAT = "latents-1"
-FLIP = "#flip"  # end of a mirrored picture's key
 WARM_UP_S = 3  # of --benchmark
 HEARTBEAT_S = 20  # between signs of life of a process that holds locks
 DEAD_AFTER_S = 180  # without one, on another machine; file systems may show times up to a minute late
@@ -577,7 +576,7 @@ class Shard:
         size = tuple(batch.pictures.shape[1:3])
         self.latents[size].append(rows.reshape(-1, *rows.shape[2:]))
         kept = itertools.compress(zip(keys, batch.sha256, strict=True), good)
-        self.index[size] += [(key + end, sha) for key, sha in kept for end in ("", FLIP)[: len(results)]]
+        self.index[size] += [(key + end, sha) for key, sha in kept for end in ("", common.FLIP)[: len(results)]]
 
     def arrays(self, name: str, settings: dict) -> dict[str, tuple[np.ndarray, list]]:
         """What write_shard wants. Without buckets there is an array even if it is empty."""
@@ -752,7 +751,7 @@ def parse_args(argv=None):
         "--size", type=int, default=512, help="side in pixels of the square that is cut out (and of --buckets' square)"
     )
     parser.add_argument("--crop", choices=["center", "random"], default="center", help="random: by the image key")
-    parser.add_argument("--flip", action="store_true", help="also the mirrored picture, under key" + FLIP)
+    parser.add_argument("--flip", action="store_true", help="also the mirrored picture, under key" + common.FLIP)
     parser.add_argument("--buckets", action="store_true", help="sizes of about equal area, by the picture's aspect")
     parser.add_argument(
         "--bucket_step", type=int, help="their sides' divisor in pixels (64; below 256 px the VAE's factor)"

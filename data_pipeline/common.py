@@ -48,6 +48,7 @@ from tqdm import tqdm
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif")  # what counts as the picture
 MAX_PIXELS = 100_000_000  # a picture that claims more is rejected before anything is allocated (300 MB as RGB)
 TEXT_LENGTH = 77  # ids of a text, start and end included
+FLIP = "#flip"  # after the image key of a picture: its mirror image
 MAX_MEMBER_BYTES = 256 << 20  # a tar member that claims more is skipped
 MAX_WORDS = 1024  # of four bytes that hash_texts reads: longer text is replaced by its BLAKE2b
 MULTIPLIERS = np.random.Generator(np.random.Philox(key=0x5D)).integers(0, 1 << 64, (2, MAX_WORDS + 2), np.uint64)

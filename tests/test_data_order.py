@@ -32,7 +32,7 @@ class FakeSplit:
     def __len__(self):
         return len(self.ids)
 
-    def latents(self, index):
+    def latents(self, index, mirrored=0):
         return np.ones((len(index), *self.shape), np.float32) * np.asarray(index, np.float32)[:, None, None, None]
 
 
@@ -186,7 +186,7 @@ def test_offset_noise():
 
 def test_moments_are_drawn_from():
     class Moments(FakeSplit):
-        def latents(self, index):
+        def latents(self, index, mirrored=0):
             return np.concatenate(
                 [np.full((len(index), 4, 2, 2), 3.0), np.full((len(index), 4, 2, 2), -2.0)], axis=1
             ).astype(np.float32)
@@ -197,6 +197,91 @@ def test_moments_are_drawn_from():
     assert batch.latents.shape == (3000, 4, 2, 2)
     assert abs(float(batch.latents.mean()) - 3) < 0.02 and abs(float(batch.latents.std()) - np.exp(-1)) < 0.02
     assert abs(float(torch.corrcoef(torch.stack([batch.latents.flatten(), batch.noise.flatten()]))[0, 1])) < 0.03
+
+
+# --- mirror images
+
+
+def mirror(folder: Path, without: frozenset[str] | set[str] = frozenset(), seed: int = 0):
+    """What --flip makes of a folder of latents: each picture's mirror image (its columns from right to left), but for
+    those in `without`. The rows are shuffled: only the key tells which belong together."""
+    count, rng = 0, np.random.default_rng(seed)
+    for path in sorted(folder.glob("*.parquet")):
+        array, keys = np.load(path.with_suffix(".npy")), pq.read_table(path)["image_key"].to_pylist()
+        rows = [(k, x) for k, x in zip(keys, array)]
+        rows += [(k + common.FLIP, x[:, :, ::-1]) for k, x in zip(keys, array) if k not in without]
+        rows = [rows[i] for i in rng.permutation(len(rows))]
+        np.save(path.with_suffix(".npy"), np.stack([x for _, x in rows]))
+        pq.write_table(pa.table({"image_key": [k for k, _ in rows], "row": np.arange(len(rows), dtype="i4")}), path)
+        count += len(rows)
+    edited(folder / "manifest.json", flip=True, count=count)
+
+
+def batch_of(split: Split, positions, seed=0) -> Batch:
+    return make_batch(split, SampleOrder(split.sizes, None, 0), positions, np.zeros(12, np.int64), 0.1, seed, 1000)
+
+
+def test_half_of_the_showings_are_of_the_mirror_image(root):
+    """... of the right picture; a picture that has none is always shown as it is; nothing else changes."""
+    sources, positions = [source(root, "a"), source(root, "b")], np.arange(2000)
+    plain = batch_of(split_of(sources), positions)
+    keys = split_of(sources).keys.to_pylist()
+    without = {k for k in keys if common.key_fraction(k) < 0.2}
+    mirror(root / "a/latents", without)  # b has none at all
+    split = split_of(sources)
+    batch = batch_of(split, positions)
+    assert split.keys.to_pylist() == keys and split.missing == 0
+    assert all(torch.equal(a, b) for a, b in zip(batch[1:4], plain[1:4])) and batch.seen == plain.seen
+    as_is = (batch.latents == plain.latents).flatten(1).all(dim=1)
+    turned = (batch.latents == plain.latents.flip(3)).flatten(1).all(dim=1)
+    assert (as_is ^ turned).all()
+    shown = [keys[i] for i in SampleOrder(split.sizes, None, 0).at(positions)]
+    has = torch.tensor([k.startswith("a/") and k not in without for k in shown])
+    assert as_is[~has].all() and 400 < (~has).sum() < 1600
+    share, count = float(turned[has].float().mean()), int(has.sum())
+    assert abs(share - 0.5) < 4 * 0.5 / count**0.5
+    # the same picture is now the one, now the other; neighbours are independent, and so are choice and timestep
+    both = {k: {bool(t) for k2, t in zip(shown, turned) if k2 == k} for k in {k for k, h in zip(shown, has) if h}}
+    assert all(len(x) == 2 for x in both.values())
+    a, t = turned[has].float(), batch.t[has].float()
+    for x, y in ((a[1:], a[:-1]), (a, t)):
+        assert abs(float(torch.corrcoef(torch.stack([x, y]))[0, 1])) < 4 / count**0.5
+
+
+def test_the_choice_of_the_mirror_image_depends_on_seed_and_position_alone(root):
+    mirror(root / "a/latents")
+    split, whole = split_of([source(root, "a")]), batch_of(split_of([source(root, "a")]), np.arange(192))
+    for ranks, micro_batch in ((1, 1), (2, 8), (3, 4), (4, 16)):
+        parts = {}
+        for first in range(0, 192, ranks * micro_batch):
+            for rank in range(ranks):
+                positions = np.arange(first + rank, first + ranks * micro_batch, ranks)
+                parts |= {int(p): x for p, x in zip(positions, batch_of(split, positions).latents)}
+        assert torch.equal(torch.stack([parts[p] for p in range(192)]), whole.latents)
+    resumed = batch_of(split_of([source(root, "a")]), np.arange(77, 192))
+    assert torch.equal(resumed.latents, whole.latents[77:])
+    other = batch_of(split, np.arange(192), seed=1)  # the same pictures, mirrored at other times
+    assert 40 < (other.latents != whole.latents).flatten(1).any(dim=1).sum() < 152
+
+
+def test_validation_is_on_pictures_as_they_are(root):
+    sources = [source(root, "a")]
+    before = {name: validation_batch(split_of(sources), 40, name, 0, 1000) for name in ("val", "train")}
+    mirror(root / "a/latents")
+    for name, batch in before.items():
+        assert all(torch.equal(a, b) for a, b in zip(validation_batch(split_of(sources), 40, name, 0, 1000)[:4], batch))
+
+
+def test_without_mirror_images_the_draws_are_those_of_the_first_version(root):
+    """Written out once more: a run that was begun before mirror images came goes on as it was."""
+    split = split_of([source(root, "a"), source(root, "b")])
+    batch = batch_of(split, np.arange(30, 130))
+    for i, index in enumerate(SampleOrder(split.sizes, None, 0).at(np.arange(30, 130))):
+        rng = SD_Data.generator(0, 0, 30 + i)
+        assert batch.t[i] == rng.integers(1000)
+        assert (batch.ids[i].tolist() == split.ids[index].tolist()) == (rng.random() >= 0.1)
+        assert (batch.noise[i].numpy() == rng.standard_normal((4, 8, 8), np.float32)).all()
+        assert (batch.latents[i].numpy() == split.latents(np.array([index]))[0]).all()
 
 
 def test_seen_tells_positions_and_keys_apart():
