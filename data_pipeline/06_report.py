@@ -256,7 +256,8 @@ def read_pictures(images: Path, picked: list[tuple[str, str, str]]) -> dict[tupl
                 for member in tar:
                     tar.members.clear()  # or the list grows with the tar
                     key, _, extension = member.name.removeprefix("./").rpartition("/")[2].partition(".")
-                    if key in wanted and extension.lower() in common.IMAGE_EXTENSIONS and member.isreg():
+                    usable = member.isreg() and member.size <= common.MAX_MEMBER_BYTES
+                    if key in wanted and extension.lower() in common.IMAGE_EXTENSIONS and usable:
                         found[shard, key] = decode(tar.extractfile(member).read())
                         wanted.remove(key)
                     if not wanted:
@@ -306,9 +307,14 @@ def decode_latents(vae_source: str, manifest: dict, latents: list[np.ndarray]) -
         vae = load_vae(vae_source)
     except InputError as error:
         common.fail(f"cannot load the VAE {vae_source} ({error}): give --vae the one that encoded the latents")
+    theirs, scale = manifest["vae"]["name"], manifest["scale"]["mean_times"]
     if weights_hash(vae) != manifest["vae"]["hash"]:
-        theirs = manifest["vae"]["name"]
         common.fail(f"the latents were made with the VAE {theirs}, and {vae_source} has other weights: give theirs")
+    if vae.config.scaling_factor != scale:
+        common.fail(
+            f"the latents were made with the VAE {theirs} and the scale {scale}, and {vae_source} has another scale, "
+            f"{vae.config.scaling_factor}: give theirs"
+        )
     pictures = []
     with torch.inference_mode():
         for latent in latents:
