@@ -40,7 +40,10 @@ def pick_device(name: str | None) -> torch.device:
     present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if not present.get(kind):
         raise InputError(f"--device {name} was wanted, and this machine has {[k for k, v in present.items() if v]}")
-    return torch.device(name)
+    device = torch.device(name)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # kernels and streams are the current device's
+    return device
 
 
 def layout(device: torch.device) -> torch.memory_format:

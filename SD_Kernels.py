@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from SD_Model import (
     VAE,
     CrossAttention,
+    InputError,
     ResBlock,
     SpatialTransformer,
     TransformerBlock,
@@ -99,23 +100,34 @@ if triton is not None:
         tl.store(at, mean, mask=c < C)
         tl.store(at + C, tl.sum(d * d, 0), mask=c < C)
 
+    @triton.jit
+    def _chunk_moments(part, b, s, k, c, HW, C, S, W, BR: tl.constexpr):
+        """Of chunks s [BS] and a group's channels: means, sums of squares [BS, BC], pixels [BS, 1], mask."""
+        mask = (s < S)[:, None] & (k < W)[None, :]
+        at = part + (b * S + s).to(tl.int64)[:, None] * 2 * C + c[None, :]
+        n = tl.where(s < S, tl.minimum(HW - s * BR, BR), 0).to(tl.float32)[:, None]
+        return tl.load(at, mask=mask, other=0.0), tl.load(at + C, mask=mask, other=0.0), n, mask
+
     @sizes_vary
     def _gn_stats(part, e, stats, means, HW, C, G, S, eps, E: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr,
                   BC: tl.constexpr):  # fmt: skip
         """Chunks of a group put together (Chan et al. 1979): stats [B, G, 2] mean and 1/std, means [B, C]."""
         b, g = tl.program_id(0), tl.program_id(1)
-        W = C // G
-        s, k = tl.arange(0, BS), tl.arange(0, BC)
+        W, k = C // G, tl.arange(0, BC)
         c = g * W + k
-        mask = (s < S)[:, None] & (k < W)[None, :]
-        at = part + (b * S + s).to(tl.int64)[:, None] * 2 * C + c[None, :]
-        mean, m2 = tl.load(at, mask=mask, other=0.0), tl.load(at + C, mask=mask, other=0.0)  # [S, W]
-        n = tl.where(s < S, tl.minimum(HW - s * BR, BR), 0).to(tl.float32)[:, None]
         add = tl.load(e + b * C + c, mask=k < W, other=0.0).to(tl.float32) if E else tl.zeros([BC], tl.float32)
-        of_channel = tl.sum(mean * n, 0) / HW + add
+        of_channel = tl.zeros([BC], tl.float32)
+        for begin in range(0, S, BS):
+            mean, m2, n, mask = _chunk_moments(part, b, begin + tl.arange(0, BS), k, c, HW, C, S, W, BR)
+            of_channel += tl.sum(mean * n, 0) / HW
+        of_channel += add
         of_group = tl.sum(tl.where(k < W, of_channel, 0.0), 0) / W
-        d = tl.where(mask, mean + add[None, :] - of_group, 0.0)
-        var = tl.sum(tl.sum(m2 + n * d * d, 1), 0) / (HW * W)
+        total = tl.zeros([BC], tl.float32)
+        for begin in range(0, S, BS):
+            mean, m2, n, mask = _chunk_moments(part, b, begin + tl.arange(0, BS), k, c, HW, C, S, W, BR)
+            d = tl.where(mask, mean + add[None, :] - of_group, 0.0)
+            total += tl.sum(m2 + n * d * d, 0)
+        var = tl.sum(total, 0) / (HW * W)
         tl.store(stats + (b * G + g) * 2, of_group)
         tl.store(stats + (b * G + g) * 2 + 1, 1.0 / tl.sqrt(var + eps))
         tl.store(means + b * C + c, of_channel, mask=k < W)
@@ -172,13 +184,15 @@ if triton is not None:
         """Of a sample and group: means of dxhat and dxhat * xhat, into dstats [B, G, 2]; and by channel the sums over
         pixels: of dz and dz * xhat into dwb [B, 2, C], and of dx, the added vector's gradient, into de [B, C]."""
         b, g = tl.program_id(0), tl.program_id(1)
-        W = C // G
-        s, k = tl.arange(0, BS), tl.arange(0, BC)
+        W, k = C // G, tl.arange(0, BC)
         c = g * W + k
-        mask = (s < S)[:, None] & (k < W)[None, :]
-        at = part + (b * S + s).to(tl.int64)[:, None] * 2 * C + c[None, :]
-        sum1 = tl.sum(tl.load(at, mask=mask, other=0.0), 0)  # [W]
-        sum2 = tl.sum(tl.load(at + C, mask=mask, other=0.0), 0)
+        sum1, sum2 = tl.zeros([BC], tl.float32), tl.zeros([BC], tl.float32)
+        for begin in range(0, S, BS):
+            s = begin + tl.arange(0, BS)
+            mask = (s < S)[:, None] & (k < W)[None, :]
+            at = part + (b * S + s).to(tl.int64)[:, None] * 2 * C + c[None, :]
+            sum1 += tl.sum(tl.load(at, mask=mask, other=0.0), 0)  # [W]
+            sum2 += tl.sum(tl.load(at + C, mask=mask, other=0.0), 0)
         tl.store(dwb + b * 2 * C + c, sum1, mask=k < W)
         tl.store(dwb + b * 2 * C + C + c, sum2, mask=k < W)
         wc = tl.load(w + c, mask=k < W, other=0.0).to(tl.float32)
@@ -365,6 +379,19 @@ if triton is not None:
 # ----------------------------------------------------------------------------------------------------------------
 
 
+def _strides(x: torch.Tensor) -> list[int]:
+    """Those that matter: a 1x1 kernel lies alike in channels_last and not."""
+    return [step for step, size in zip(x.stride(), x.shape) if size > 1]
+
+
+def forget_gradients(parameters):
+    """Drop all gradients, of bf16 copies too."""
+    for p in parameters:
+        p.grad = None
+        if getattr(p, "copy_bf16", None) is not None:
+            p.copy_bf16.gradient = None
+
+
 class FusedStep:
     """Clipping, AdamW and the average of the weights in one pass over memory: 36 bytes a parameter instead of 48.
 
@@ -407,7 +434,14 @@ class FusedStep:
         self.chunks = torch.tensor(chunks, dtype=torch.int32, device=device)  # [programs, 2]
 
     def gradients(self) -> list[torch.Tensor]:
-        return [p.grad if p.copy_bf16 is None else p.copy_bf16.gradient for p in self.parameters]
+        grads = [p.grad if p.copy_bf16 is None else p.copy_bf16.gradient for p in self.parameters]
+        if any(g is None for g in grads):
+            shapes = sorted({tuple(p.shape) for p, g in zip(self.parameters, grads) if g is None})
+            raise InputError(
+                f"every trained weight must take part in the loss, and some do not (shapes {shapes[:5]}), as in a text "
+                "encoder with a head that is not used; train with --no_kernels"
+            )
+        return grads
 
     @torch.no_grad()
     def norm(self) -> torch.Tensor:
@@ -423,7 +457,7 @@ class FusedStep:
         weights. If the norm is not finite, nothing happens, and skipped() is to be called. It waits for nothing."""
         grads = self.gradients()
         for i, (p, g) in enumerate(zip(self.parameters, grads)):
-            if g.stride() != p.stride() or g.data_ptr() % 16:  # a gradient in DDP's buckets may lie anywhere
+            if _strides(g) != _strides(p) or g.data_ptr() % 16:  # a gradient in DDP's buckets may lie anywhere
                 grads[i] = torch.empty_like(p, dtype=g.dtype).copy_(g)
         addresses = torch.tensor([g.data_ptr() for g in grads])
         if self.table.is_cuda:
@@ -521,7 +555,7 @@ class _GroupNorm(torch.autograd.Function):
         part, means, stats = _floats(x, B, S, 2, C), _floats(x, B, C), _floats(x, B, groups, 2)
         grid, given = (B * S, -(-C // BLOCK_C)), e is not None
         added, other = e if given else x, x if skip is None else skip
-        tile, chunks = dict(BR=block, BC=BLOCK_C), dict(BS=_power(S), BC=_power(C // groups))
+        tile, chunks = dict(BR=block, BC=BLOCK_C), dict(BS=min(64, _power(S)), BC=_power(C // groups))
         _launch(_gn_moments, grid, x, other, joined, part, HW, C, C1, S, CAT=skip is not None, **tile)
         _launch(_gn_stats, (B, groups), part, added, stats, means, HW, C, groups, S, eps, E=given, BR=block, **chunks)
         _launch(_gn_apply, grid, joined, added, stats, weight, bias, y, HW, C, groups, S, E=given, SILU=silu, **tile)
@@ -659,7 +693,9 @@ class _SplitHeads(torch.autograd.Function):
     def backward(ctx, *grads):
         B, heads, N, d = grads[0].shape
         C, P = heads * d, len(grads)
-        parts = [g.transpose(1, 2).reshape(B * N, C) for g in grads]  # copies only where attention left another layout
+        parts = [
+            g.transpose(1, 2).reshape(B * N, C).contiguous() for g in grads
+        ]  # copies only where attention left another layout
         y = torch.empty(B, N, P * C, dtype=parts[0].dtype, device=parts[0].device)
         grid = (-(-B * N // BLOCK_R), -(-C // BLOCK_C))
         _launch(_pack, grid, *parts[:2], parts[-1], y, B * N, C, P=P, BR=BLOCK_R, BC=BLOCK_C)
@@ -820,8 +856,13 @@ class FusedVAEResBlock(VAEResBlock):
 
 def _record(graph, function, pool=None):
     """Record function() into a CUDA graph. Other threads (loader, checkpoints) may go on pinning memory meanwhile."""
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        return function()
+    before = torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            return function()
+    except Exception:
+        torch.cuda.set_stream(before)  # which a recording that fails does not give back
+        raise
 
 
 def _warm_up(function):
@@ -863,32 +904,46 @@ class GraphedBackward:
     launch. Gradients stay in the same memory: the first micro-batch of a step overwrites them, the others add to it.
     """
 
-    def __init__(self, function, parameters: list[nn.Parameter]):
-        """function(*inputs) calls backward and returns a tensor. Inputs' shapes never change."""
-        self.function, self.parameters, self.graphs = function, parameters, {}
+    def __init__(self, function, parameters: list[nn.Parameter], accumulates: bool):
+        """function(*inputs) calls backward and returns a tensor. Inputs' shapes never change. accumulates: over several
+        micro-batches a step."""
+        self.function, self.parameters, self.accumulates, self.graphs = function, parameters, accumulates, {}
 
     def __call__(self, *inputs: torch.Tensor, first: bool) -> torch.Tensor:
-        """RuntimeError if the pass cannot be recorded, or if its record does not do what the pass does."""
+        """RuntimeError at the first call if the pass cannot be recorded, or its record does not do what it does."""
         expected = None
         if not self.graphs:
             self.static = [x.clone() for x in inputs]
-            _warm_up(lambda: self.function(*self.static))
-            self.forget()
-            expected = self.function(*self.static).clone(), self._norm()
-            self.forget()  # the recording makes its own gradients
+            if self.accumulates:
+                _warm_up(lambda: self.function(*self.static))
+            forget_gradients(self.parameters)
+            _warm_up(self._alone)
+            expected = self._alone().clone(), self._norm()
+            forget_gradients(self.parameters)  # the recording makes its own
             torch.cuda.empty_cache()  # what the warm-up took is not what the recording can use
-        if first not in self.graphs:
-            graph = torch.cuda.CUDAGraph()
-            pool = next(iter(self.graphs.values()))[0].pool() if self.graphs else None
-            self.graphs[first] = graph, _record(graph, lambda: self.function(*self.static), pool)
+            for which in (True, False) if self.accumulates else (True,):
+                graph = torch.cuda.CUDAGraph()
+                pool = self.graphs[True][0].pool() if self.graphs else None
+                self.graphs[which] = graph, _record(graph, lambda: self.function(*self.static), pool)
         graph, out = self.graphs[first]
         torch._foreach_copy_(self.static, inputs)
         graph.replay()
         if expected is not None:
-            for a, b in zip((out, self._norm()), expected):
-                if not torch.allclose(a, b, rtol=0.02, atol=1e-6, equal_nan=True):
-                    raise RuntimeError("the recorded pass gave other numbers than the pass itself")
+            self._check(out, expected, 1)
+            if self.accumulates:
+                self.graphs[False][0].replay()
+                self._check(self.graphs[False][1], expected, 2)
+                graph.replay()  # only the first micro-batch's gradients again
         return out.clone()
+
+    def _alone(self) -> torch.Tensor:
+        forget_gradients(self.parameters)
+        return self.function(*self.static)
+
+    def _check(self, out, expected, times: int):
+        for a, b in zip((out, self._norm()), (expected[0], times * expected[1])):
+            if not torch.allclose(a, b, rtol=0.02, atol=1e-6, equal_nan=True):
+                raise RuntimeError("the recorded pass gave other numbers than the pass itself")
 
     def _gradients(self) -> list[torch.Tensor]:
         copies = [p.copy_bf16 for p in self.parameters if getattr(p, "copy_bf16", None) is not None]
@@ -898,10 +953,3 @@ class GraphedBackward:
     def _norm(self) -> torch.Tensor:
         norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in self._gradients()]
         return torch.linalg.vector_norm(torch.stack(norms))
-
-    def forget(self):
-        """Drop all gradients."""
-        for p in self.parameters:
-            p.grad = None
-            if getattr(p, "copy_bf16", None) is not None:
-                p.copy_bf16.gradient = None

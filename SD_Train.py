@@ -286,8 +286,9 @@ def resolve(args, saved: dict | None) -> dict:
         raise InputError(
             "--zero_terminal_snr wants --prediction v: where no signal is left, the noise says nothing of it"
         )
-    if settings["kernels"] and settings["compile"]:
+    if args.kernels and args.compile:
         raise InputError("--kernels and --compile exclude each other: choose one")
+    settings["compile"] = bool(settings["compile"]) and not args.kernels  # the flag given now counts
     if (settings["dataset"] is None) != (settings["latents"] is None):
         raise InputError("--dataset and --latents name one source together: give both, or --data_root alone")
     return settings
@@ -428,7 +429,9 @@ class MicroSteps:
 
     def __init__(self, net, text_of, schedule: NoiseSchedule, settings: dict, parameters: list, world: int, say):
         self.parts, self.say = (net, text_of, schedule, settings), say
-        self.graphed = SD_Kernels.GraphedBackward(self._plain, parameters) if graphs_run(settings, world) else None
+        self.parameters, self.graphed, self.begun = parameters, None, False
+        if graphs_run(settings, world):
+            self.graphed = SD_Kernels.GraphedBackward(self._plain, parameters, settings["accumulate"] > 1)
 
     def _plain(self, latents, noise, t, ids) -> torch.Tensor:
         net, text_of, schedule, settings = self.parts
@@ -438,22 +441,24 @@ class MicroSteps:
     def __call__(self, batch: Batch, first: bool) -> torch.Tensor:
         """Weighted losses [B] of one micro-batch; first of its step?"""
         if self.graphed:
-            recorded = bool(self.graphed.graphs)
+            begun = self.begun
+            self.begun = True
             try:
                 return self.graphed(*batch[:4], first=first)
             except RuntimeError as e:  # a text encoder that waits for the device, say
-                if recorded or isinstance(e, torch.OutOfMemoryError):
+                if begun or isinstance(e, torch.OutOfMemoryError):
                     raise
                 self.say(f"note: going on without CUDA graphs ({str(e).splitlines()[0]})")
                 torch.cuda.synchronize()
-                self.graphed.forget()
                 self.graphed = None
+                SD_Kernels.forget_gradients(self.parameters)
+                torch.cuda.empty_cache()
         return self._plain(*batch[:4])
 
-    def end(self, optimizer: torch.optim.Optimizer):
+    def end(self):
         """After a step: drop the gradients, unless the next step overwrites them where they are."""
         if not self.graphed:
-            optimizer.zero_grad(set_to_none=True)
+            SD_Kernels.forget_gradients(self.parameters)
 
 
 def averaging(model: nn.Module, last: bool):
@@ -570,24 +575,24 @@ def sample_grid(path: Path, ema: Denoiser, text_encoder, vae, schedule, prompts:
     """Write a grid of pictures: fixed prompts and seeds, EMA weights. A picture that fails stops no training."""
     encoder = ema.text_encoder or text_encoder
     f, z = vae.config.factor, vae.config.latent_channels
-    contexts, nulls = SD_ImageGen.encode_pairs(encoder, prompts, [""] * len(prompts))
-    latents = SD_ImageGen.sample_latents(
-        in_autocast(ema.unet, device, settings["dtype"]),
-        contexts,
-        nulls,
-        list(range(len(prompts))),
-        (z, settings["size"] // f, settings["size"] // f),
-        sampler=SD_ImageGen.make_sampler("ddim", schedule, {}),
-        steps=30,
-        cfg=settings["sample_cfg"],
-        batch=8,
-        device=device,
-    )
     try:
+        contexts, nulls = SD_ImageGen.encode_pairs(encoder, prompts, [""] * len(prompts))
+        latents = SD_ImageGen.sample_latents(
+            in_autocast(ema.unet, device, settings["dtype"]),
+            contexts,
+            nulls,
+            list(range(len(prompts))),
+            (z, settings["size"] // f, settings["size"] // f),
+            sampler=SD_ImageGen.make_sampler("ddim", schedule, {}),
+            steps=30,
+            cfg=settings["sample_cfg"],
+            batch=4,  # memory beside that of training is scarce
+            device=device,
+        )
         decoder = copy.deepcopy(vae).to(device)  # the VAE itself may be on its way to a checkpoint
-        pictures = SD_ImageGen.decode_latents(decoder, latents, 8, device)
+        pictures = SD_ImageGen.decode_latents(decoder, latents, 2, device)
         SD_ImageGen.save_png(path, SD_ImageGen.grid(pictures, columns=4), {"prompts": prompts})
-    except (OSError, InputError) as e:  # a full disk, NaN
+    except (OSError, InputError, torch.OutOfMemoryError) as e:  # a full disk, NaN, a full card
         print(f"\nwarning: {path} was not written ({e})", file=sys.stderr)
 
 
@@ -881,7 +886,6 @@ def main(argv=None):
     trains_text = settings["train_text_encoder"]
     text_encoder.requires_grad_(trains_text)
     denoiser = Denoiser(unet, text_encoder if trains_text else None)
-    unet.set_grad_checkpoint(choose_grad_checkpoint(settings, denoiser, text_encoder, device, say))
     data = load_data(settings, text_encoder, pretouch=local == 0)
     train, val = data.train, data.val
     say(f"data: {len(train):,} training and {len(val):,} held-out pictures; {train.missing + val.missing:,} without a "
@@ -892,6 +896,7 @@ def main(argv=None):
         )
     order = SampleOrder(train.sizes, data.weights, settings["seed"])
     global_batch = plan_batches(settings, world, saved and saved["global_batch"], args.accumulate is not None)
+    unet.set_grad_checkpoint(choose_grad_checkpoint(settings, denoiser, text_encoder, device, say))
     total = settings["max_steps"] or int(settings["epochs"] * order.epoch_size) // global_batch
     if total < 1:
         raise InputError(f"{settings['epochs']} epochs of {order.epoch_size} pictures make no step of {global_batch}")
@@ -1038,7 +1043,7 @@ def main(argv=None):
                 progress.skipped += 1
                 say(f"\nwarning: step {progress.step + 1} skipped, its gradients are not finite "
                     f"({progress.skipped} in a row)")  # fmt: skip
-            micro_steps.end(optimizer)
+            micro_steps.end()
             progress.step += 1
             progress.window.add(sums, norm, progress.skipped > 0)
             bar.update()
@@ -1105,7 +1110,7 @@ def main(argv=None):
         dist.barrier()
         # DDP goes first. Were it the group's last owner, its destructor would wait, with Python's lock in hand, for
         # gloo's threads, and these sometimes wait for that lock (seen with torch 2.13).
-        del model, net
+        del model, net, micro_steps
         gc.collect()
         dist.destroy_process_group()
     if saver and saver.failed_last:
@@ -1286,7 +1291,7 @@ def benchmark(steps: int, settings, denoiser, schedule, memory, device, rank, wo
         marks.append(now())
         limit = clip_limit(settings, 0.0)
         update(settings["lr"], limit, settings["ema"]).item()
-        micro_steps.end(update.optimizer)
+        micro_steps.end()
         marks.append(now())
         if first_step is None:
             sync()
@@ -1316,7 +1321,7 @@ def benchmark(steps: int, settings, denoiser, schedule, memory, device, rank, wo
             "card": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__,
         }))  # fmt: skip
     if world > 1:
-        del model, net  # as at the end of main
+        del model, net, micro_steps  # as at the end of main
         gc.collect()
         dist.destroy_process_group()
 

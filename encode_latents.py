@@ -787,6 +787,8 @@ def main(argv=None):
         device = torch.device(
             "cuda", int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0))) % torch.cuda.device_count()
         )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels, streams and events are the current device's
     cuda = device.type == "cuda"
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     args.batch = (32 if cuda else 8) if args.batch is None else args.batch

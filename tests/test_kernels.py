@@ -1,6 +1,10 @@
 """SD_Kernels.py against the plain network: on CPU through Triton's interpreter, on an NVIDIA GPU as they run there."""
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,8 +61,10 @@ def stand_in(norm, w, b):
     return double
 
 
-# Channels per group that are no power of two, pixels that fill no tile, more pixels than one tile, three pixels.
-@pytest.mark.parametrize("shape,groups", [((2, 96, 5, 7), 8), ((1, 320, 13, 11), 32), ((3, 8, 1, 3), 4)])
+# Channels per group that are no power of two, pixels that fill no tile, several tiles, three pixels, over 64 tiles.
+@pytest.mark.parametrize(
+    "shape,groups", [((2, 96, 5, 7), 8), ((1, 320, 13, 11), 32), ((3, 8, 1, 3), 4), ((1, 8, 70, 70), 4)]
+)
 @pytest.mark.parametrize("silu", [True, False])
 @pytest.mark.parametrize("given", ["x", "skip", "e"])
 def test_group_norm(shape, groups, silu, given):
@@ -255,3 +261,11 @@ def test_bf16_copies_of_weights(large_tiles):
     assert all(
         (p.copy_bf16.float() - q).abs().max() > 1e-3 for p, q in zip(halves, K.multiplied(K.apply(random_unet(32))))
     )
+
+
+def test_every_kernel_compiles_for_a_gpu():
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(K.__file__).parent)}
+    script = Path(__file__).parent / "compile_kernels.py"
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert {"_gn_dx", "_ln_backward", "_geglu_backward", "_adamw", "_pack"} <= set(done.stdout.split())

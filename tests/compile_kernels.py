@@ -1,0 +1,47 @@
+"""Compile every kernel of SD_Kernels.py for an H100, which needs no GPU: Triton's interpreter takes more than its
+compiler does. Run by test_kernels.py in a process without the interpreter."""
+
+import inspect
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import SD_Kernels as K
+
+# Types of arguments by name: activations and their gradients in bf16, the rest as in the kernels' docstrings.
+HALF = set("x x1 x2 x3 joined e y dy dres dx dx2 de a res h u du".split())
+FLOAT = set("eps limit lr beta1 beta2 correction1 correction2 decay".split())
+WHOLE = set("HW C C1 G S N K".split())
+TABLES = {"table": "*i64", "grads": "*i64", "chunks": "*i32"}
+SIZES = {"BR": 64, "BC": 64, "BS": 16, "BLOCK": 1024, "STEPS": 4, "P": 3}
+SMALL_TILES = {"_ln_forward": {"BR": 4, "BC": 512}, "_ln_backward": {"BR": 4, "BC": 512}}
+
+
+def compile_kernel(name: str, flag: bool):
+    kernel = getattr(K, name)
+    names = list(inspect.signature(kernel.fn).parameters)
+    constants = {n: SMALL_TILES.get(name, SIZES).get(n, SIZES.get(n, flag)) for n, p in
+                 inspect.signature(kernel.fn).parameters.items() if p.annotation is triton.language.constexpr}  # fmt: skip
+    types = {}
+    for n in names:
+        if n in constants:
+            types[n] = "constexpr"
+        elif n in WHOLE:
+            types[n] = "i32"
+        elif n in FLOAT:
+            types[n] = "fp32"
+        else:
+            types[n] = TABLES.get(n, "*bf16" if n in HALF else "*fp32")
+    source = ASTSource(fn=kernel, signature=types, constexprs={(names.index(n),): v for n, v in constants.items()})
+    assert "ptx" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
+
+
+if __name__ == "__main__":
+    launched = [n for n, f in vars(K).items() if isinstance(f, triton.JITFunction) and f.do_not_specialize is not None]
+    helpers = {"_tile", "_normed", "_gn_dz", "_chunk_moments"}
+    for name in launched:
+        if name not in helpers:
+            for flag in (True, False):
+                compile_kernel(name, flag)
+            print(name)
