@@ -20,9 +20,9 @@ SMALL_TILES = {"_ln_forward": {"BR": 4, "BC": 512}, "_ln_backward": {"BR": 4, "B
 
 def compile_kernel(name: str, flag: bool):
     kernel = getattr(K, name)
-    names = list(inspect.signature(kernel.fn).parameters)
-    constants = {n: SMALL_TILES.get(name, SIZES).get(n, SIZES.get(n, flag)) for n, p in
-                 inspect.signature(kernel.fn).parameters.items() if p.annotation is triton.language.constexpr}  # fmt: skip
+    parameters, sizes = inspect.signature(kernel.fn).parameters, SIZES | SMALL_TILES.get(name, {})
+    names = list(parameters)
+    constants = {n: sizes.get(n, flag) for n in names if parameters[n].annotation is triton.language.constexpr}
     types = {}
     for n in names:
         if n in constants:

@@ -61,7 +61,7 @@ def stand_in(norm, w, b):
     return double
 
 
-# Channels per group that are no power of two, pixels that fill no tile, several tiles, three pixels, over 64 tiles.
+# Channels per group that are no power of two, pixels that fill no tile, several tiles, three pixels.
 @pytest.mark.parametrize(
     "shape,groups", [((2, 96, 5, 7), 8), ((1, 320, 13, 11), 32), ((3, 8, 1, 3), 4), ((1, 8, 70, 70), 4)]
 )
@@ -86,6 +86,12 @@ def test_group_norm(shape, groups, silu, given):
         return (y,) if given == "e" else (x, y)
 
     assert_same(fused, plain, [x, w, b, *more], 3e-4)
+
+
+def test_group_norm_of_many_tiles(monkeypatch):
+    """Over 64, which are put together in blocks."""
+    monkeypatch.setattr(K, "BLOCK_R", 2)
+    test_group_norm((1, 8, 10, 15), 4, True, "x")
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 64), (1, 77, 40), (5, 9, 320)])
