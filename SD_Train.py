@@ -142,6 +142,7 @@ CHANGEABLE = set(
     "sample_prompts sample_cfg log_steps max_skipped wandb".split()
 )
 SMALL_VAE = 64 << 20  # bytes; a VAE up to this goes into each checkpoint, a larger one by name and hash
+ROOM = 4 << 30  # bytes for validation and sample grids, which cannot use the memory that graphs hold
 # Dense bf16 FLOP/s of tensor cores, from the makers' data sheets, for MFU.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12, "3090": 71e12}
 
@@ -1190,7 +1191,7 @@ def choose_grad_checkpoint(settings: dict, denoiser: Denoiser, text_encoder, dev
     free = torch.cuda.mem_get_info(device)[0]
     for which in ("none", "resblocks", "all"):
         wanted = memory_estimate(settings | {"grad_checkpoint": which}, denoiser, text_encoder, device)["peak"]
-        if wanted * 1.1 < free:
+        if wanted * 1.1 + ROOM < free:
             break
     say(f"grad_checkpoint auto: {which}, about {wanted / 2**30:.1f} of {free / 2**30:.1f} GiB")
     return which

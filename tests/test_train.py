@@ -1143,6 +1143,21 @@ def test_activations_are_counted(grad_checkpoint, kernels):
         assert 0.2 * real < four < 0.95 * real
 
 
+@pytest.mark.parametrize("free,wanted", [(80, "none"), (47, "resblocks"), (30, "all"), (10, "all")])
+def test_auto_recomputes_as_little_as_fits(free, wanted, monkeypatch):
+    peaks = {"none": 40 << 30, "resblocks": 38 << 30, "all": 20 << 30}
+    monkeypatch.setattr(SD_Train, "memory_estimate", lambda settings, *_: {"peak": peaks[settings["grad_checkpoint"]]})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 30, 80 << 30))
+    said = []
+    cuda = torch.device("cuda")
+    assert SD_Train.choose_grad_checkpoint({"grad_checkpoint": "auto"}, None, None, cuda, said.append) == wanted
+    assert f"auto: {wanted}" in said[0]
+    assert SD_Train.choose_grad_checkpoint({"grad_checkpoint": "all"}, None, None, cuda, said.append) == "all"
+    assert (
+        SD_Train.choose_grad_checkpoint({"grad_checkpoint": "auto"}, None, None, torch.device("cpu"), print) == "none"
+    )
+
+
 def test_lineage_can_be_printed(data, plain, tmp_path, capsys):
     train(data, tmp_path / "second", "--init_from", plain, "--phase", "openmoji", "--data", "few", "--max_steps", 5)
     SD_Convert.main([str(tmp_path / "second"), str(tmp_path / "model.safetensors"), "--format", "ldm"])
