@@ -384,6 +384,13 @@ def _strides(x: torch.Tensor) -> list[int]:
     return [step for step, size in zip(x.stride(), x.shape) if size > 1]
 
 
+def _total_norm(grads: list[torch.Tensor]) -> torch.Tensor:
+    """Of gradients in fp32 and bf16 together, fp32."""
+    kinds = ([g for g in grads if g.dtype == kind] for kind in (torch.float32, torch.bfloat16))
+    norms = [n for kind in kinds if kind for n in torch._foreach_norm(kind, 2, dtype=torch.float32)]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
 def forget_gradients(parameters):
     """Drop all gradients, of bf16 copies too."""
     for p in parameters:
@@ -446,10 +453,7 @@ class FusedStep:
     @torch.no_grad()
     def norm(self) -> torch.Tensor:
         """Of all gradients together, fp32."""
-        grads = self.gradients()
-        kinds = ([g for g in grads if g.dtype == kind] for kind in (torch.float32, torch.bfloat16))
-        norms = [n for kind in kinds if kind for n in torch._foreach_norm(kind, 2, dtype=torch.float32)]
-        return torch.linalg.vector_norm(torch.stack(norms))
+        return _total_norm(self.gradients())
 
     @torch.no_grad()
     def step(self, lr: float, norm: torch.Tensor, limit: float, decay: float):
@@ -536,10 +540,10 @@ def _power(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _chunks(rows: int, block: int) -> tuple[int, int]:
-    """Programs and tiles a program for sums over rows: several thousand programs fill a GPU, more only add sums."""
+def _chunks(rows: int, block: int, programs: int = 256, most: int = 8) -> tuple[int, int]:
+    """Programs, about so many and more, and tiles a program, at most so many, for sums over rows."""
     tiles = -(-rows // block)
-    steps = min(8, max(1, tiles // 256))
+    steps = min(most, max(1, tiles // programs))
     return -(-tiles // steps), steps
 
 
@@ -560,13 +564,8 @@ class _GroupNorm(torch.autograd.Function):
         _launch(_gn_stats, (B, groups), part, added, stats, means, HW, C, groups, S, eps, E=given, BR=block, **chunks)
         _launch(_gn_apply, grid, joined, added, stats, weight, bias, y, HW, C, groups, S, E=given, SILU=silu, **tile)
         ctx.save_for_backward(joined, e, weight, bias, stats, means)
-        ctx.sizes, ctx.silu, ctx.split, ctx.tile, ctx.chunks = (
-            (HW, C, C1, groups, S),
-            silu,
-            skip is not None,
-            tile,
-            chunks,
-        )
+        ctx.sizes, ctx.silu, ctx.split = (HW, C, C1, groups, S), silu, skip is not None
+        ctx.tile, ctx.chunks = tile, chunks
         ctx.set_materialize_grads(False)
         return joined, y
 
@@ -615,9 +614,7 @@ class _AddLayerNorm(torch.autograd.Function):
         C = h.shape[-1]
         N, BC = h.numel() // C, _power(C)
         BR = max(1, 2048 // BC)
-        tiles = -(-N // BR)
-        steps = max(1, min(32, tiles // 1024))
-        programs = -(-tiles // steps)
+        programs, steps = _chunks(N, BR, programs=1024, most=32)
         dx, part = torch.empty_like(h), torch.empty(programs, 3, C, dtype=torch.float32, device=h.device)
         dy, dres = dy.contiguous(), None if dres is None else dres.contiguous()
         _launch(_ln_backward, (programs,), h, stats, weight, dy, dy if dres is None else dres, dx, part, N, C,
@@ -645,20 +642,8 @@ class _GEGLU(torch.autograd.Function):
         BR = 2048 // BC
         programs, steps = _chunks(N, BR)
         du, part = torch.empty_like(u), torch.empty(programs, 2 * C, dtype=torch.float32, device=u.device)
-        _launch(
-            _geglu_backward,
-            (programs, -(-C // BC)),
-            u,
-            bias,
-            dy.contiguous(),
-            du,
-            part,
-            N,
-            C,
-            BR=BR,
-            BC=BC,
-            STEPS=steps,
-        )
+        grid = (programs, -(-C // BC))
+        _launch(_geglu_backward, grid, u, bias, dy.contiguous(), du, part, N, C, BR=BR, BC=BC, STEPS=steps)
         return du, part.sum(0).to(bias.dtype)
 
 
@@ -693,9 +678,8 @@ class _SplitHeads(torch.autograd.Function):
     def backward(ctx, *grads):
         B, heads, N, d = grads[0].shape
         C, P = heads * d, len(grads)
-        parts = [
-            g.transpose(1, 2).reshape(B * N, C).contiguous() for g in grads
-        ]  # copies only where attention left another layout
+        # Copies only where attention left another layout.
+        parts = [g.transpose(1, 2).reshape(B * N, C).contiguous() for g in grads]
         y = torch.empty(B, N, P * C, dtype=parts[0].dtype, device=parts[0].device)
         grid = (-(-B * N // BLOCK_R), -(-C // BLOCK_C))
         _launch(_pack, grid, *parts[:2], parts[-1], y, B * N, C, P=P, BR=BLOCK_R, BC=BLOCK_C)
@@ -918,7 +902,7 @@ class GraphedBackward:
                 _warm_up(lambda: self.function(*self.static))
             forget_gradients(self.parameters)
             _warm_up(self._alone)
-            expected = self._alone().clone(), self._norm()
+            expected = self._alone().clone(), _total_norm(self._gradients())
             forget_gradients(self.parameters)  # the recording makes its own
             torch.cuda.empty_cache()  # what the warm-up took is not what the recording can use
             for which in (True, False) if self.accumulates else (True,):
@@ -941,7 +925,7 @@ class GraphedBackward:
         return self.function(*self.static)
 
     def _check(self, out, expected, times: int):
-        for a, b in zip((out, self._norm()), (expected[0], times * expected[1])):
+        for a, b in zip((out, _total_norm(self._gradients())), (expected[0], times * expected[1])):
             if not torch.allclose(a, b, rtol=0.02, atol=1e-6, equal_nan=True):
                 raise RuntimeError("the recorded pass gave other numbers than the pass itself")
 
@@ -949,7 +933,3 @@ class GraphedBackward:
         copies = [p.copy_bf16 for p in self.parameters if getattr(p, "copy_bf16", None) is not None]
         found = [p.grad for p in self.parameters] + [getattr(c, "gradient", None) for c in copies]
         return [g for g in found if g is not None]
-
-    def _norm(self) -> torch.Tensor:
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in self._gradients()]
-        return torch.linalg.vector_norm(torch.stack(norms))

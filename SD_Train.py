@@ -365,10 +365,8 @@ class Update:
 
     def __init__(self, optimizer: torch.optim.AdamW, denoiser: Denoiser, ema: Denoiser, settings: dict):
         self.optimizer, self.fused = optimizer, None
-        self.parameters, self.averages = (
-            list(denoiser.parameters()),
-            list(ema.parameters()),
-        )  # a walk takes milliseconds
+        # Lists, as a walk over the modules takes milliseconds.
+        self.parameters, self.averages = list(denoiser.parameters()), list(ema.parameters())
         if settings["kernels"]:
             copied = SD_Kernels.multiplied(denoiser) if copies_weights(settings) else ()
             self.fused = SD_Kernels.FusedStep(optimizer, dict(zip(self.parameters, self.averages)), copied)
