@@ -19,7 +19,10 @@ SD_Model.py is the reference, imports nothing from here, and runs wherever these
 Ampere, machines without Triton, dropout above zero).
 """
 
+from functools import partial
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -340,8 +343,9 @@ if triton is not None:
     def _adamw(table, rates, grads, chunks, norm, limit, lr, beta1, beta2, eps, correction1, correction2, decay, K,
                BLOCK: tl.constexpr):  # fmt: skip
         """AdamW and the weights' average for BLOCK numbers of one of K tensors; nothing, if the norm is not finite.
-        table [6, K]: addresses of weights, two moments, averages and bf16 copies (0: none, and the gradient is fp32),
-        and sizes; rates [2, K]: multiples of lr, weight decays; chunks [programs, 2]: tensor and block in it."""
+        table [6, K]: addresses of weights, two moments, averages and bf16 copies (0: none), and sizes; rates [2, K]:
+        multiples of lr, weight decays; grads [2, K]: addresses of gradients, and whether they are bf16, else fp32;
+        chunks [programs, 2]: tensor and block in it."""
         at = chunks + 2 * tl.program_id(0)
         k, i = tl.load(at), tl.load(at + 1) * BLOCK + tl.arange(0, BLOCK)
         none = tl.zeros([BLOCK], tl.int32)  # makes blocks of numbers, as Triton's interpreter fails to compare these
@@ -355,10 +359,10 @@ if triton is not None:
         v_at = tl.multiple_of(tl.load(table + 2 * K + k).to(fp32), 16) + i
         e_at = tl.multiple_of(tl.load(table + 3 * K + k).to(fp32), 16) + i
         half, g_at = tl.load(table + 4 * K + k), tl.load(grads + k)
-        copied = half + none != 0
+        copied, short = half + none != 0, tl.load(grads + K + k) + none != 0
         rate, weight_decay = lr * tl.load(rates + k), tl.load(rates + K + k)
-        g = tl.load(tl.multiple_of(g_at.to(bf16), 16) + i, mask=mask & copied, other=0.0).to(tl.float32)
-        g += tl.load(tl.multiple_of(g_at.to(fp32), 16) + i, mask=mask & (copied == 0), other=0.0)
+        g = tl.load(tl.multiple_of(g_at.to(bf16), 16) + i, mask=mask & short, other=0.0).to(tl.float32)
+        g += tl.load(tl.multiple_of(g_at.to(fp32), 16) + i, mask=mask & (short == 0), other=0.0)
         g *= scale
         p, m, v = (tl.load(p_at, mask=mask, other=0.0), tl.load(m_at, mask=mask, other=0.0),
                    tl.load(v_at, mask=mask, other=0.0))  # fmt: skip
@@ -391,6 +395,22 @@ def _total_norm(grads: list[torch.Tensor]) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
+def _gradient(p: nn.Parameter) -> torch.Tensor | None:
+    """Where the last backward pass left it."""
+    copy = getattr(p, "copy_bf16", None)
+    return p.grad if copy is None else copy.gradient
+
+
+def check_all_trained(parameters):
+    """InputError if a weight has no gradient."""
+    shapes = sorted({tuple(p.shape) for p in parameters if _gradient(p) is None})
+    if shapes:
+        raise InputError(
+            f"every trained weight must take part in the loss, and some do not (shapes {shapes[:5]}), as in a text "
+            "encoder with a head that is not used; train with --no_kernels"
+        )
+
+
 def forget_gradients(parameters):
     """Drop all gradients, of bf16 copies too."""
     for p in parameters:
@@ -404,15 +424,17 @@ class FusedStep:
 
     Works on the state of a torch.optim.AdamW, which stays what is saved and loaded. Weights are fp32. With `half`, the
     pass also leaves a bf16 copy of the weights that the fused blocks multiply with, which is what autocast would make
-    of them, and takes their gradients in bf16, as the products give them: nothing is cast back and forth.
+    of them, and takes their gradients in bf16, as the products give them, or their fp32 sum: nothing is cast back and
+    forth. With `shared`, it takes the gradients that processes have added up.
     """
 
     BLOCK = 1024
 
-    def __init__(self, optimizer: torch.optim.AdamW, averages: dict[nn.Parameter, torch.Tensor], half=()):
+    def __init__(self, optimizer: torch.optim.AdamW, averages: dict[nn.Parameter, torch.Tensor], half=(),
+                 accumulates: bool = False, shared: "SharedGradients | None" = None):  # fmt: skip
         """averages: of each of the optimizer's parameters. A state that is not there yet becomes zeros. half: weights
-        from multiplied(); only for one backward pass a step, of which each replaces the last one's gradients, and
-        without DDP, which would not see them."""
+        from multiplied(), which DDP cannot see the gradients of. accumulates: over several backward passes a step."""
+        self.shared = shared
         self.optimizer, self.averages, half = optimizer, averages, set(half)  # kept alive, as their addresses are
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         device = self.parameters[0].device
@@ -428,6 +450,9 @@ class FusedStep:
                 if any(t.stride() != p.stride() or t.dtype != torch.float32 for t in tensors):
                     raise ValueError("weights, moments and averages must lie alike in memory, in fp32")
                 p.copy_bf16 = p.detach().to(torch.bfloat16) if p in half else None
+                if p in half:
+                    p.copy_bf16.accumulates, p.copy_bf16.gradient = accumulates, None
+                    p.copy_bf16.arrived = None if shared is None else partial(shared.arrived, p)
                 chunks += [[len(rows), i] for i in range(-(-p.numel() // self.BLOCK))]
                 copy = 0 if p.copy_bf16 is None else p.copy_bf16.data_ptr()
                 rows.append([*(t.data_ptr() for t in tensors), copy, p.numel()])
@@ -441,19 +466,15 @@ class FusedStep:
         self.chunks = torch.tensor(chunks, dtype=torch.int32, device=device)  # [programs, 2]
 
     def gradients(self) -> list[torch.Tensor]:
-        grads = [p.grad if p.copy_bf16 is None else p.copy_bf16.gradient for p in self.parameters]
-        if any(g is None for g in grads):
-            shapes = sorted({tuple(p.shape) for p, g in zip(self.parameters, grads) if g is None})
-            raise InputError(
-                f"every trained weight must take part in the loss, and some do not (shapes {shapes[:5]}), as in a text "
-                "encoder with a head that is not used; train with --no_kernels"
-            )
-        return grads
+        if self.shared is not None:
+            return [self.shared.sums[p] for p in self.parameters]
+        check_all_trained(self.parameters)
+        return [_gradient(p) for p in self.parameters]
 
     @torch.no_grad()
     def norm(self) -> torch.Tensor:
         """Of all gradients together, fp32."""
-        return _total_norm(self.gradients())
+        return _total_norm(self.gradients() if self.shared is None else [b.flat for b in self.shared.buckets])
 
     @torch.no_grad()
     def step(self, lr: float, norm: torch.Tensor, limit: float, decay: float):
@@ -463,7 +484,7 @@ class FusedStep:
         for i, (p, g) in enumerate(zip(self.parameters, grads)):
             if _strides(g) != _strides(p) or g.data_ptr() % 16:  # a gradient in DDP's buckets may lie anywhere
                 grads[i] = torch.empty_like(p, dtype=g.dtype).copy_(g)
-        addresses = torch.tensor([g.data_ptr() for g in grads])
+        addresses = torch.tensor([[g.data_ptr() for g in grads], [g.dtype == torch.bfloat16 for g in grads]])
         if self.table.is_cuda:
             addresses = addresses.pin_memory().to(self.table.device, non_blocking=True)
         group = self.optimizer.param_groups[0]
@@ -480,6 +501,85 @@ class FusedStep:
         self.done -= 1
 
 
+class Bucket:
+    """Weights whose gradients travel between processes together: flat memory, and a view for each weight, which lies as
+    the weight does."""
+
+    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype):
+        starts, size = [], 0
+        for p in parameters:
+            starts.append(size)
+            size += -(-p.numel() // 8) * 8  # each begins at a multiple of 16 bytes
+        self.parameters, self.missing = parameters, len(parameters)
+        self.flat = torch.zeros(size, dtype=dtype, device=parameters[0].device)
+        self.views = [self.flat.as_strided(p.shape, p.stride(), start) for p, start in zip(parameters, starts)]
+
+
+class SharedGradients:
+    """Gradients added up over processes while the backward pass still runs, as DistributedDataParallel does, but also
+    within a CUDA graph and of bf16 copies, which that cannot.
+
+    All processes start with the first one's weights. In a step's last backward pass (`last` is set before it), each
+    bucket of weights is sent as soon as all its gradients are there; finish() waits for the sums. `sums` are in fp32,
+    or in bf16 if asked, which halves the traffic and rounds. Buckets follow the order in which the first pass finds the
+    gradients, as the time projections of all blocks, being one product, come last.
+    """
+
+    BUCKET = 32 << 20  # numbers
+
+    @torch.no_grad()
+    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, half=()):
+        """half: the weights that will have bf16 copies."""
+        self.parameters, self.dtype, self.last = parameters, dtype, True
+        self.buckets, self.order, self.works, self.sums = [], {}, [], {}
+        half = set(half)
+        for p in parameters:
+            dist.broadcast(p.data, 0)
+            if p not in half:  # whose hook would be called too, though nothing is accumulated; see _Half
+                p.register_post_accumulate_grad_hook(self.arrived)
+
+    def arrived(self, p: nn.Parameter):
+        """The pass has come to its gradient."""
+        if not self.last:
+            return
+        if not self.buckets:
+            self.order[p] = None
+            return
+        bucket = self.bucket_of[p]
+        bucket.missing -= 1
+        if not bucket.missing:
+            self._send(bucket)
+
+    @torch.no_grad()
+    def _send(self, bucket: Bucket):
+        torch._foreach_copy_(bucket.views, [_gradient(p) for p in bucket.parameters])
+        forget_gradients(bucket.parameters)  # what comes next can use their memory
+        self.works.append(dist.all_reduce(bucket.flat, async_op=True))
+        bucket.missing = len(bucket.parameters)
+
+    def finish(self):
+        """After a step's last backward pass."""
+        if not self.buckets:
+            check_all_trained(self.parameters)
+            place = {p: i for i, p in enumerate(self.parameters)}
+            order = torch.tensor([place[p] for p in self.order], device=self.parameters[0].device)
+            dist.broadcast(order, 0)  # all send the same
+            parts, size = [[]], 0
+            for p in (self.parameters[i] for i in order.tolist()):
+                if size > self.BUCKET:
+                    parts, size = [*parts, []], 0
+                parts[-1].append(p)
+                size += p.numel()
+            self.buckets = [Bucket(part, self.dtype) for part in parts]
+            self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+            self.sums = {p: view for b in self.buckets for p, view in zip(b.parameters, b.views)}
+            for bucket in self.buckets:
+                self._send(bucket)
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+
+
 class _Half(torch.autograd.Function):
     """The bf16 copy of a weight; its gradient is left with the copy."""
 
@@ -490,7 +590,12 @@ class _Half(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.copy.gradient = grad
+        if ctx.copy.gradient is not None:
+            ctx.copy.gradient += grad
+        else:
+            ctx.copy.gradient = grad.float() if ctx.copy.accumulates else grad
+        if ctx.copy.arrived:
+            ctx.copy.arrived()
 
 
 def _weight(module: nn.Module) -> torch.Tensor:
@@ -884,52 +989,50 @@ class Graphed:
 
 
 class GraphedBackward:
-    """A forward and backward pass recorded as a CUDA graph and replayed: its two or three thousand kernels cost one
-    launch. Gradients stay in the same memory: the first micro-batch of a step overwrites them, the others add to it.
+    """A training step's forward and backward passes recorded as CUDA graphs and replayed: the two or three thousand
+    kernels of one cost one launch. Gradients stay in the same memory: a step's first pass overwrites them, the others
+    add to it, and the last shares them with other processes, if there are any.
     """
 
-    def __init__(self, function, parameters: list[nn.Parameter], accumulates: bool):
-        """function(*inputs) calls backward and returns a tensor. Inputs' shapes never change. accumulates: over several
-        micro-batches a step."""
-        self.function, self.parameters, self.accumulates, self.graphs = function, parameters, accumulates, {}
+    def __init__(self, function, parameters: list[nn.Parameter], passes: int, shared: SharedGradients | None = None):
+        """function(*inputs, last=) calls backward and returns a tensor; its inputs' shapes never change. passes: in a
+        step."""
+        self.function, self.parameters, self.shared, self.graphs = function, parameters, shared, {}
+        self.kinds = list(dict.fromkeys((i == 0, i == passes - 1) for i in range(passes)))  # first and last of a step?
 
-    def __call__(self, *inputs: torch.Tensor, first: bool) -> torch.Tensor:
-        """RuntimeError at the first call if the pass cannot be recorded, or its record does not do what it does."""
+    def __call__(self, *inputs: torch.Tensor, first: bool, last: bool) -> torch.Tensor:
+        """RuntimeError at the first call if the passes cannot be recorded, or the records do not do what they do."""
         expected = None
         if not self.graphs:
             self.static = [x.clone() for x in inputs]
-            if self.accumulates:
-                _warm_up(lambda: self.function(*self.static))
-            forget_gradients(self.parameters)
-            _warm_up(self._alone)
-            expected = self._alone().clone(), _total_norm(self._gradients())
+            _warm_up(self._step)
+            expected = self._step()
             forget_gradients(self.parameters)  # the recording makes its own
             torch.cuda.empty_cache()  # what the warm-up took is not what the recording can use
-            for which in (True, False) if self.accumulates else (True,):
+            pool = None
+            for kind in self.kinds:
                 graph = torch.cuda.CUDAGraph()
-                pool = self.graphs[True][0].pool() if self.graphs else None
-                self.graphs[which] = graph, _record(graph, lambda: self.function(*self.static), pool)
-        graph, out = self.graphs[first]
+                self.graphs[kind] = graph, _record(graph, partial(self.function, *self.static, last=kind[1]), pool)
+                pool = graph.pool()
+        graph, out = self.graphs[first, last]
         torch._foreach_copy_(self.static, inputs)
-        graph.replay()
         if expected is not None:
-            self._check(out, expected, 1)
-            if self.accumulates:
-                self.graphs[False][0].replay()
-                self._check(self.graphs[False][1], expected, 2)
-                graph.replay()  # only the first micro-batch's gradients again
+            for kind in self.kinds:
+                self.graphs[kind][0].replay()
+            for a, b in zip((self.graphs[self.kinds[-1]][1], self._norm()), expected):
+                if not torch.allclose(a, b, rtol=0.02, atol=1e-6, equal_nan=True):
+                    raise RuntimeError("the recorded pass gave other numbers than the pass itself")
+        graph.replay()
         return out.clone()
 
-    def _alone(self) -> torch.Tensor:
+    def _step(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The passes of a step, not recorded, all on the same inputs: the last one's result, the gradients' norm."""
         forget_gradients(self.parameters)
-        return self.function(*self.static)
+        for _, last in self.kinds:
+            out = self.function(*self.static, last=last)
+        return out.clone(), self._norm()
 
-    def _check(self, out, expected, times: int):
-        for a, b in zip((out, _total_norm(self._gradients())), (expected[0], times * expected[1])):
-            if not torch.allclose(a, b, rtol=0.02, atol=1e-6, equal_nan=True):
-                raise RuntimeError("the recorded pass gave other numbers than the pass itself")
-
-    def _gradients(self) -> list[torch.Tensor]:
-        copies = [p.copy_bf16 for p in self.parameters if getattr(p, "copy_bf16", None) is not None]
-        found = [p.grad for p in self.parameters] + [getattr(c, "gradient", None) for c in copies]
-        return [g for g in found if g is not None]
+    def _norm(self) -> torch.Tensor:
+        if self.shared is not None:
+            return _total_norm([bucket.flat for bucket in self.shared.buckets])
+        return _total_norm([_gradient(p) for p in self.parameters])

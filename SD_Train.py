@@ -354,22 +354,29 @@ def make_optimizer(denoiser: Denoiser, settings: dict) -> torch.optim.AdamW:
 
 
 def copies_weights(settings: dict) -> bool:
-    """Whether the blocks multiply with bf16 copies of the weights that the optimizer's pass makes, and gradients come
-    in bf16: only where no gradients are added up, over micro-batches or processes, as bf16 would round the sums."""
-    alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
-    return bool(settings["kernels"]) and settings["dtype"] == "bf16" and settings["accumulate"] == 1 and alone
+    """Whether the blocks multiply with bf16 copies of the weights that the optimizer's pass makes. Their gradients come
+    in bf16, and are added up, over micro-batches and processes, in fp32."""
+    return bool(settings["kernels"]) and settings["dtype"] == "bf16"
 
 
 class Update:
-    """What follows the backward pass: clipping, AdamW, EMA; with fused kernels in one pass over memory."""
+    """What follows the backward pass: clipping, AdamW, EMA; with fused kernels in one pass over memory.
 
-    def __init__(self, optimizer: torch.optim.AdamW, denoiser: Denoiser, ema: Denoiser, settings: dict):
-        self.optimizer, self.fused = optimizer, None
+    With these, processes share gradients by SD_Kernels.SharedGradients instead of DDP.
+    """
+
+    def __init__(self, optimizer: torch.optim.AdamW, denoiser: Denoiser, ema: Denoiser, settings: dict, world: int):
+        self.optimizer, self.fused, self.shared = optimizer, None, None
         # Lists, as a walk over the modules takes milliseconds.
         self.parameters, self.averages = list(denoiser.parameters()), list(ema.parameters())
         if settings["kernels"]:
             copied = SD_Kernels.multiplied(denoiser) if copies_weights(settings) else ()
-            self.fused = SD_Kernels.FusedStep(optimizer, dict(zip(self.parameters, self.averages)), copied)
+            if world > 1:
+                sums = torch.bfloat16 if settings["compress_gradients"] else torch.float32
+                self.shared = SD_Kernels.SharedGradients(self.parameters, sums, copied)
+            self.fused = SD_Kernels.FusedStep(
+                optimizer, dict(zip(self.parameters, self.averages)), copied, settings["accumulate"] > 1, self.shared
+            )
 
     def __call__(self, lr: float, limit: float, decay: float) -> torch.Tensor:
         """Update weights and averages; returns the norm of the gradients before clipping. If that is not finite,
@@ -418,32 +425,46 @@ def backward(net, batch: Batch, text: torch.Tensor, schedule: NoiseSchedule, set
     return loss.detach()
 
 
-def graphs_run(settings: dict, world: int) -> bool:
-    """Whether forward and backward passes are recorded as CUDA graphs. DDP's hooks are not for recording."""
-    return bool(settings["kernels"]) and world == 1 and not PRESETS[settings["model"]]["unet"].dropout
+def graphs_run(settings: dict) -> bool:
+    """Whether forward and backward passes are recorded as CUDA graphs."""
+    return bool(settings["kernels"]) and not PRESETS[settings["model"]]["unet"].dropout
 
 
 class MicroSteps:
-    """The micro-batches of training steps: forward and backward of each, where that works as a CUDA graph."""
+    """The micro-batches of training steps: forward and backward of each, where that works as a CUDA graph. In a step's
+    last one, processes share their gradients."""
 
-    def __init__(self, net, text_of, schedule: NoiseSchedule, settings: dict, parameters: list, world: int, say):
-        self.parts, self.say = (net, text_of, schedule, settings), say
-        self.parameters, self.graphed, self.begun = parameters, None, False
-        if graphs_run(settings, world):
-            self.graphed = SD_Kernels.GraphedBackward(self._plain, parameters, settings["accumulate"] > 1)
+    def __init__(self, model: nn.Module, text_of, schedule: NoiseSchedule, settings: dict, update: Update, device, say):
+        """model: the denoiser, in DDP if there are several processes and no update.shared."""
+        self.model, self.parts, self.say = model, (text_of, schedule, settings), say
+        self.net = in_autocast(model, device, settings["dtype"])
+        self.parameters, self.shared, self.graphed, self.begun = update.parameters, update.shared, None, False
+        self.share = 1 / settings["accumulate"]  # of a micro-batch in the step's gradient
+        if self.shared:  # whose sums are no means
+            self.share /= dist.get_world_size()
+        if graphs_run(settings):
+            self.graphed = SD_Kernels.GraphedBackward(
+                self._plain, update.parameters, settings["accumulate"], update.shared
+            )
 
-    def _plain(self, latents, noise, t, ids) -> torch.Tensor:
-        net, text_of, schedule, settings = self.parts
-        batch = Batch(latents, noise, t, ids)
-        return backward(net, batch, text_of(ids), schedule, settings, 1 / settings["accumulate"])
+    def _plain(self, latents, noise, t, ids, last: bool) -> torch.Tensor:
+        text_of, schedule, settings = self.parts
+        if self.shared:
+            self.shared.last = last
+        with averaging(self.model, last):
+            batch = Batch(latents, noise, t, ids)
+            losses = backward(self.net, batch, text_of(ids), schedule, settings, self.share)
+        if self.shared and last:
+            self.shared.finish()
+        return losses
 
-    def __call__(self, batch: Batch, first: bool) -> torch.Tensor:
-        """Weighted losses [B] of one micro-batch; first of its step?"""
+    def __call__(self, batch: Batch, first: bool, last: bool) -> torch.Tensor:
+        """Weighted losses [B] of one micro-batch; the first, the last of its step?"""
         if self.graphed:
             begun = self.begun
             self.begun = True
             try:
-                return self.graphed(*batch[:4], first=first)
+                return self.graphed(*batch[:4], first=first, last=last)
             except RuntimeError as e:  # a text encoder that waits for the device, say
                 if begun or isinstance(e, torch.OutOfMemoryError):
                     raise
@@ -452,7 +473,7 @@ class MicroSteps:
                 self.graphed = None
                 SD_Kernels.forget_gradients(self.parameters)
                 torch.cuda.empty_cache()
-        return self._plain(*batch[:4])
+        return self._plain(*batch[:4], last=last)
 
     def end(self):
         """After a step: drop the gradients, unless the next step overwrites them where they are."""
@@ -461,7 +482,7 @@ class MicroSteps:
 
 
 def averaging(model: nn.Module, last: bool):
-    """The context of one micro-batch, forward and backward: only in a step's last one do ranks average gradients."""
+    """The context of one micro-batch, forward and backward: only in a step's last one does DDP average gradients."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) and not last else contextlib.nullcontext()
 
 
@@ -477,13 +498,14 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float):
 
 
 def wrap(denoiser: Denoiser, settings: dict, world: int) -> nn.Module:
-    """The module to call in training: its blocks compiled if asked, in DDP if there are several processes."""
+    """The module to call in training: its blocks compiled if asked; in DDP if there are several processes, unless
+    fused kernels run, whose bf16 copies DDP cannot see."""
     if settings["compile"]:
         for m in denoiser.unet.modules():
             if isinstance(m, ResBlock | SpatialTransformer):
                 m.compile(dynamic=False)
         torch._dynamo.config.recompile_limit = 64  # there are over 20 shapes of residual blocks
-    if world == 1:
+    if world == 1 or settings["kernels"]:
         return denoiser
     device = next(denoiser.parameters()).device
     ddp = DistributedDataParallel(
@@ -945,14 +967,13 @@ def main(argv=None):
     optimizer = make_optimizer(denoiser, settings)
     if checkpoint:
         load_optimizer(checkpoint, optimizer)
-    update = Update(optimizer, denoiser, ema, settings)
+    update = Update(optimizer, denoiser, ema, settings, world)
     agreed = {"where to go on": progress.step, "the number of steps": total, "readable latents": train.unreadable}
     agreed |= {"the data": zlib.crc32(str(data.hashes).encode()), "settings": zlib.crc32(json.dumps(settings).encode())}
     check_agreement(agreed, device, world)
     lock = make_run_folder(out, settings, checkpoint) if rank == 0 else None  # nothing was written before this line
     model = wrap(denoiser, settings, world)
-    net = in_autocast(model, device, settings["dtype"])
-    micro_steps = MicroSteps(net, text_of, schedule, settings, update.parameters, world, say)
+    micro_steps = MicroSteps(model, text_of, schedule, settings, update, device, say)
 
     fixed = {
         name: validation_batch(split, settings["val_images"], name, settings["seed"], schedule.steps)
@@ -1022,8 +1043,7 @@ def main(argv=None):
             stats = torch.zeros(1 + 2 * BINS, device=device)  # stop flag, losses and counts by timestep bin
             for a in range(accumulate):
                 batch = loader.next()
-                with averaging(model, last=a == accumulate - 1):
-                    losses = micro_steps(batch, first=a == 0)
+                losses = micro_steps(batch, first=a == 0, last=a == accumulate - 1)
                 bins = F.one_hot(batch.t * BINS // schedule.steps, BINS).float()  # [B, BINS]
                 stats[1 : 1 + BINS] += losses @ bins
                 stats[1 + BINS :] += bins.sum(dim=0)
@@ -1109,7 +1129,7 @@ def main(argv=None):
         dist.barrier()
         # DDP goes first. Were it the group's last owner, its destructor would wait, with Python's lock in hand, for
         # gloo's threads, and these sometimes wait for that lock (seen with torch 2.13).
-        del model, net, micro_steps
+        del model, micro_steps
         gc.collect()
         dist.destroy_process_group()
     if saver and saver.failed_last:
@@ -1201,16 +1221,17 @@ def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncode
     numbers = count_parameters(denoiser)[1]
     frozen = 0 if text_encoder is None or denoiser.text_encoder is not None else count_parameters(text_encoder)[1]
     copied = sum(p.numel() for p in SD_Kernels.multiplied(denoiser)) if copies_weights(settings) else 0
+    one_pass, alone = settings["accumulate"] == 1, int(os.environ.get("WORLD_SIZE", 1)) == 1
     (one, block), (two, block_of_two) = (activation_bytes(settings, n, device) for n in (1, 2))  # linear in the batch
     parts = {
         "weights": 4 * (numbers + frozen) + 2 * copied,
         "Adam": 8 * numbers,
         "EMA": 4 * numbers,
-        "gradients": 4 * numbers - 2 * copied,
+        "gradients": 4 * numbers - 2 * copied * one_pass,
         "activations": one + (two - one) * (settings["batch"] - 1),
     }
     beside = parts["gradients"] + parts["activations"]
-    if settings["accumulate"] == 1:
+    if one_pass and alone:
         beside = max(parts["gradients"], parts["activations"])
     beside += block + (block_of_two - block) * (settings["batch"] - 1)
     return parts | {"peak": parts["weights"] + parts["Adam"] + parts["EMA"] + beside}
@@ -1255,12 +1276,11 @@ def benchmark(steps: int, settings, denoiser, schedule, memory, device, rank, wo
     shape, tokens = (preset["unet"].in_channels, side, side), TextEncoder.MAX_LENGTH
     denoiser.to(device, memory_format=memory).train()
     ema = copy.deepcopy(denoiser).requires_grad_(False)
-    update = Update(make_optimizer(denoiser, settings), denoiser, ema, settings)
+    update = Update(make_optimizer(denoiser, settings), denoiser, ema, settings, world)
     model = wrap(denoiser, settings, world)
-    net = in_autocast(model, device, settings["dtype"])
     latents, noise = torch.randn(2, micro, *shape, device=device)
     text = torch.randn(micro, tokens, preset["unet"].context_dim, device=device)  # in the place of ids
-    micro_steps = MicroSteps(net, text_of or (lambda x: x), schedule, settings, update.parameters, world, print)
+    micro_steps = MicroSteps(model, text_of or (lambda x: x), schedule, settings, update, device, print)
     sync = torch.cuda.synchronize if cuda else lambda: None
 
     def now():  # a point in the device's time
@@ -1285,8 +1305,7 @@ def benchmark(steps: int, settings, denoiser, schedule, memory, device, rank, wo
             batch = loader.next() if loader else Batch(
                 latents, noise, torch.randint(0, schedule.steps, (micro,), device=device), text)  # fmt: skip
             waited += time.perf_counter() - asked
-            with averaging(model, last=a == accumulate - 1):
-                micro_steps(batch, first=a == 0)
+            micro_steps(batch, first=a == 0, last=a == accumulate - 1)
         marks.append(now())
         limit = clip_limit(settings, 0.0)
         update(settings["lr"], limit, settings["ema"]).item()
@@ -1320,7 +1339,7 @@ def benchmark(steps: int, settings, denoiser, schedule, memory, device, rank, wo
             "card": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__,
         }))  # fmt: skip
     if world > 1:
-        del model, net, micro_steps  # as at the end of main
+        del model, micro_steps  # as at the end of main
         gc.collect()
         dist.destroy_process_group()
 

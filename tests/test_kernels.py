@@ -2,14 +2,20 @@
 
 import copy
 import os
+import pickle
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent / "faults"))
+
+import micro
 
 import SD_Kernels as K
 import SD_Model as M
@@ -245,7 +251,7 @@ def test_bf16_copies_of_weights(large_tiles):
     step = K.FusedStep(optimizer, {p: p.detach().clone() for p in fused.parameters()}, halves)
 
     def run(net, autocast):
-        net.zero_grad(set_to_none=True)
+        K.forget_gradients(net.parameters())
         with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
             y = net(x, t, context)
         (y.float() * x.detach()).sum().backward()
@@ -267,6 +273,80 @@ def test_bf16_copies_of_weights(large_tiles):
     assert all(
         (p.copy_bf16.float() - q).abs().max() > 1e-3 for p, q in zip(halves, K.multiplied(K.apply(random_unet(32))))
     )
+
+
+class TwoProducts(nn.Module):
+    """A convolution with a bf16 copy and a product without."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(3, 5, 3), nn.Linear(5, 2)
+
+    def forward(self, x):
+        h = nn.functional.conv2d(x.bfloat16(), K._weight(self.conv)).float()
+        return self.out(h.mean((2, 3)) + self.conv.bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_processes_share_gradients(dtype):
+    """Two gloo processes with other weights at first, three passes each: the sums of all six passes' gradients, three
+    steps long, whether all weights are one bucket or each its own."""
+
+    def passes(rank):
+        return [randn(4, 3, 6, 6, seed=10 * rank + i, scale=2.0).detach().cpu() for i in range(3)]
+
+    def setting(seed, shared):
+        torch.manual_seed(seed)
+        net = TwoProducts().to(memory_format=torch.channels_last)
+        shared = K.SharedGradients(list(net.parameters()), dtype, [net.conv.weight]) if shared else None
+        optimizer = torch.optim.AdamW([{"params": list(net.parameters()), "lr_scale": 1.0}])
+        averages = {p: p.detach().clone() for p in net.parameters()}
+        return net, shared, K.FusedStep(optimizer, averages, [net.conv.weight], True, shared)
+
+    def rank(r, port, send):
+        os.environ.update(RANK=str(r), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        torch.distributed.init_process_group("gloo")
+        found = []
+        for K.SharedGradients.BUCKET in (1 << 20, 0):
+            net, shared, step = setting(r, True)
+            for _ in range(3):
+                for i, x in enumerate(passes(r)):
+                    shared.last = i == 2
+                    net(x).square().sum().backward()
+                shared.finish()
+                found.append(torch.cat([g.float().flatten() for g in step.gradients()] + [step.norm()[None]]))
+            found[-1] = torch.cat([found[-1], torch.tensor([float(len(shared.buckets))])])
+        os.write(send, pickle.dumps([f.tolist() for f in found]))
+        torch.distributed.barrier()
+
+    port, (receive, send) = micro.free_port(), os.pipe()
+    pids = []
+    for r in range(2):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            try:
+                rank(r, port, send)
+            except Exception:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+    [os.waitpid(pid, 0) for pid in pids]
+    os.close(send)
+    net, _, step = setting(0, False)
+    for r in range(2):
+        for x in passes(r):
+            net(x).square().sum().backward()
+    grads = step.gradients()
+    assert grads[0].dtype == torch.float32 and net.conv.weight.grad is None
+    expected = torch.cat([g.flatten() for g in grads] + [step.norm()[None]])
+    with os.fdopen(receive, "rb") as f:
+        for _ in range(2):
+            found = pickle.load(f)
+            assert [len(x) - len(expected) for x in found] == [0, 0, 1, 0, 0, 1]
+            assert (found[2].pop(), found[5].pop()) == (1, 4)
+            for x in found:
+                error = (torch.tensor(x) - expected).norm() / expected.norm()
+                assert error < 1e-6 if dtype == torch.float32 else 1e-4 < error < 1e-2
 
 
 def test_every_kernel_compiles_for_a_gpu():

@@ -180,11 +180,22 @@ def test_fused_kernels_train_as_the_plain_network_does(data, tmp_path):
     assert column(tmp_path / "plain", "loss")[0] != pytest.approx(column(tmp_path / "plain", "loss")[1], rel=0.02)
 
 
+@pytest.mark.skipif(SD_Kernels.triton is None, reason="Triton is not installed")
+def test_ranks_with_fused_kernels_share_their_gradients(data, tmp_path):
+    """A step of two ranks is one of two micro-batches."""
+    more = ("--max_steps", 1, "--batch", 1, "--warmup", 0, "--val_steps", 0, "--sample_steps", 0, "--kernels")
+    train(data, tmp_path / "one", *more, "--accumulate", 2, hook=on_this_device)
+    train(data, tmp_path / "two", *more, "--accumulate", 1, world=2, hook=on_this_device)
+    for name in ("loss", "grad_norm"):
+        assert np.allclose(column(tmp_path / "one", name), column(tmp_path / "two", name), rtol=1e-5), name
+    assert column(tmp_path / "one", "seen") == column(tmp_path / "two", "seen")
+
+
 def test_a_pass_that_cannot_be_recorded_goes_on_without_graphs(data, plain, tmp_path):
     def hook(*_):
         class Refusing(SD_Kernels.GraphedBackward):
-            def __call__(self, *inputs, first):
-                self.function(*inputs)  # gradients that must not stay
+            def __call__(self, *inputs, first, last):
+                self.function(*inputs, last=last)  # gradients that must not stay
                 raise RuntimeError("operation not permitted when stream is capturing")
 
         SD_Train.graphs_run, SD_Kernels.GraphedBackward = lambda *_: True, Refusing
