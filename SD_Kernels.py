@@ -428,7 +428,7 @@ class FusedStep:
     forth. With `shared`, it takes the gradients that processes have added up.
     """
 
-    BLOCK = 1024
+    BLOCK, WARPS = 512, 8
 
     def __init__(self, optimizer: torch.optim.AdamW, averages: dict[nn.Parameter, torch.Tensor], half=(),
                  accumulates: bool = False, shared: "SharedGradients | None" = None):  # fmt: skip
@@ -493,7 +493,7 @@ class FusedStep:
         corrections = 1 - beta1**self.done, 1 - beta2**self.done
         _adamw[(len(self.chunks),)](
             self.table, self.rates, addresses, self.chunks, norm, float(limit), lr, beta1, beta2, eps,
-            *corrections, decay, len(self.parameters), BLOCK=self.BLOCK,
+            *corrections, decay, len(self.parameters), BLOCK=self.BLOCK, num_warps=self.WARPS,
         )  # fmt: skip
         self.count += norm.isfinite()
 
@@ -502,8 +502,8 @@ class FusedStep:
 
 
 class Bucket:
-    """Weights whose gradients travel between processes together: flat memory, and a view for each weight, which lies as
-    the weight does."""
+    """Weights whose gradients travel between processes together: flat memory, and a view for each, which lies as the
+    weight does."""
 
     def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype):
         starts, size = [], 0
@@ -512,7 +512,10 @@ class Bucket:
             size += -(-p.numel() // 8) * 8  # each begins at a multiple of 16 bytes
         self.parameters, self.missing = parameters, len(parameters)
         self.flat = torch.zeros(size, dtype=dtype, device=parameters[0].device)
-        self.views = [self.flat.as_strided(p.shape, p.stride(), start) for p, start in zip(parameters, starts)]
+        self.views = []
+        for p, start in zip(parameters, starts):
+            like = _gradient(p) if _strides(_gradient(p)) == _strides(p) else p  # to the letter, one kernel copies many
+            self.views.append(self.flat.as_strided(p.shape, like.stride(), start))
 
 
 class SharedGradients:
@@ -732,10 +735,10 @@ class _GEGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, u, bias):
         u, C = u.contiguous(), u.shape[-1] // 2
-        N, BC = u.numel() // (2 * C), min(256, _power(C))
+        N, BC = u.numel() // (2 * C), min(128, _power(C))
         y = torch.empty(*u.shape[:-1], C, dtype=u.dtype, device=u.device)
-        BR = 4096 // BC
-        _launch(_geglu_forward, (-(-N // BR), -(-C // BC)), u, bias, y, N, C, BR=BR, BC=BC)
+        BR = 1024 // BC
+        _launch(_geglu_forward, (-(-N // BR), -(-C // BC)), u, bias, y, N, C, BR=BR, BC=BC, num_warps=2)
         ctx.save_for_backward(u, bias)
         return y
 
@@ -743,12 +746,13 @@ class _GEGLU(torch.autograd.Function):
     def backward(ctx, dy):
         u, bias = ctx.saved_tensors
         C = dy.shape[-1]
-        N, BC = dy.numel() // C, min(256, _power(C))
-        BR = 2048 // BC
+        N, BC = dy.numel() // C, min(128, _power(C))
+        BR = 1024 // BC
         programs, steps = _chunks(N, BR)
         du, part = torch.empty_like(u), torch.empty(programs, 2 * C, dtype=torch.float32, device=u.device)
         grid = (programs, -(-C // BC))
-        _launch(_geglu_backward, grid, u, bias, dy.contiguous(), du, part, N, C, BR=BR, BC=BC, STEPS=steps)
+        _launch(_geglu_backward, grid, u, bias, dy.contiguous(), du, part, N, C, BR=BR, BC=BC, STEPS=steps,
+                num_warps=2)  # fmt: skip
         return du, part.sum(0).to(bias.dtype)
 
 
