@@ -72,15 +72,15 @@ def read_manifest(folder: Path, what: str, names: tuple[str, ...]) -> dict:
         manifest = json.loads(path.read_text())
     except OSError:
         raise InputError(
-            f"{what} were wanted in {folder}, and there is no {path.name}; make them, or mend the path"
+            f"{folder} was to hold {what}, and there is no {path.name}; run the command that makes it, or mend the path"
         ) from None
     except ValueError:
-        raise InputError(f"{path} is damaged (not JSON); make the {what} again") from None
+        raise InputError(f"{path} is damaged (not JSON); make {what} again") from None
     missing = [n for n in names if not isinstance(manifest, dict) or n not in manifest]
     if missing:
-        raise InputError(f"{path} wants {', '.join(names)}, and {missing[0]} is missing; make the {what} again")
+        raise InputError(f"{path} wants {', '.join(names)}, and {missing[0]} is missing; make {what} again")
     if not manifest.get("complete", True):
-        raise InputError(f"the {what} in {folder} are not finished; run the command that makes them again")
+        raise InputError(f"{folder} holds {what}, not finished; run the command that makes it again")
     return manifest
 
 
@@ -116,7 +116,7 @@ class LatentStore:
     """
 
     def __init__(self, folder: Path, pretouch: bool):
-        self.manifest = read_manifest(folder, "latents", ("size", "scaled", "vae", "kind"))
+        self.manifest = read_manifest(folder, "the latents", ("size", "scaled", "vae", "kind"))
         self.arrays, self.unreadable = [], 0
         index = sorted(folder.glob("*.parquet"))
         if index:
@@ -153,16 +153,9 @@ class LatentStore:
             )
             self.arrays = [a for _, a in good]
             self.shard, self.row = np.arange(len(good)), np.zeros(len(good), int)
-        shapes = sorted({a.shape[1:] for a in self.arrays})
-        if len(shapes) > 1:
-            raise InputError(f"the latents in {folder} differ in shape: {shapes[:3]}; make them again")
+        self.shapes = {a.shape[1:] for a in self.arrays}  # of one stored latent: one, or several of --buckets
         if not self.unreadable:
             check_count(folder, "latents", len(self.keys), self.manifest.get("count", len(self.keys)))
-
-    @property
-    def shape(self) -> tuple[int, ...] | None:
-        """Of one stored latent; None if there is none."""
-        return self.arrays[0].shape[1:] if self.arrays else None
 
 
 def _read_through(path: Path):
@@ -183,7 +176,7 @@ class Split:
     """Pictures of one split over all sources: token ids, latents, and where each source's pictures lie.
 
     shard, row: int32 [N, 2], where the latent of a picture lies and where that of its mirror image, which is found by
-    its key; the picture's own again where there is none.
+    its key; the picture's own again where there is none. shapes: those of latents; shape: int [N], which of them.
     """
 
     def __init__(self, sources: list[Source], stores: list[LatentStore], split: str, fraction: float):
@@ -192,7 +185,7 @@ class Split:
         self.missing, self.unreadable = 0, sum(s.unreadable for s in stores)
         for source, store in zip(sources, stores):
             key, token_ids, caption = read_split(source.dataset, split)
-            told = read_manifest(source.dataset, "a dataset", ("counts",))["counts"].get(split, 0)
+            told = read_manifest(source.dataset, "the dataset", ("counts",))["counts"].get(split, 0)
             check_count(source.dataset, f"{split} rows", len(key), told)
             plain = mirrored = pc.index_in(key, store.keys).combine_chunks()
             if store.manifest.get("flip"):
@@ -216,6 +209,9 @@ class Split:
                 f"the sources' token ids differ in length: {[a.shape[1] for a in ids]}; tokenise them alike"
             )
         self.ids, self.shard, self.row = np.concatenate(ids), np.concatenate(shard), np.concatenate(row)
+        self.shapes = sorted({a.shape[1:] for a in self.arrays})
+        of_array = np.array([self.shapes.index(a.shape[1:]) for a in self.arrays], int)
+        self.shape = of_array[self.shard[:, 0]]
         self.keys, self.captions = (pa.chunked_array([c for x in parts for c in x.chunks], pa.string())
                                     for parts in (keys, captions))  # fmt: skip
 
@@ -270,6 +266,47 @@ class SampleOrder:
         return np.array([self.epoch(int(p) // self.epoch_size)[int(p) % self.epoch_size] for p in positions])
 
 
+class BucketOrder:
+    """A SampleOrder for latents of several shapes, such that each global batch has one shape.
+
+    The pictures of the plain order queue up by shape, and the queue that is first to hold a global batch is the next
+    one. So an epoch's pictures all come, those that are still in a queue at its end in the next epoch, and a batch's
+    shape follows from the seed, its position and the size of a global batch.
+    """
+
+    def __init__(self, order: SampleOrder, shape: np.ndarray, batch: int):
+        """shape: int [N], of each picture of the split; batch: pictures of a global batch."""
+        self.order, self.shape, self.batch, self.epoch_size = order, shape, batch, order.epoch_size
+        self._begin()
+
+    def _begin(self):
+        self._queues = [np.zeros(0, int) for _ in range(self.shape.max(initial=0) + 1)]
+        self._epoch, self._first, self._batches = 0, 0, np.zeros((0, self.batch), int)  # those before _epoch
+
+    def _advance(self):
+        """To the next epoch's batches, int [batches, batch]."""
+        index, batches, full_at = self.order.epoch(self._epoch), [], []
+        for k, waiting in enumerate(self._queues):
+            own = np.flatnonzero(self.shape[index] == k)
+            joined = np.concatenate([waiting, index[own]])
+            full = len(joined) // self.batch
+            batches.append(joined[: full * self.batch].reshape(full, self.batch))
+            full_at.append(own[np.arange(1, full + 1) * self.batch - 1 - len(waiting)])
+            self._queues[k] = joined[full * self.batch :]
+        self._first += len(self._batches)
+        self._batches = np.concatenate(batches)[np.argsort(np.concatenate(full_at))]
+        self._epoch += 1
+
+    def at(self, positions: np.ndarray) -> np.ndarray:
+        """Indices into the split at global positions, which lie in one global batch, int [B]."""
+        number = int(positions[0]) // self.batch
+        if number < self._first:
+            self._begin()
+        while number >= self._first + len(self._batches):
+            self._advance()
+        return self._batches[number - self._first][positions - number * self.batch]
+
+
 class Batch(NamedTuple):
     latents: torch.Tensor  # fp32 [B, z, h, w]
     noise: torch.Tensor  # fp32 [B, z, h, w]
@@ -290,7 +327,7 @@ def seen_hash(position: int, key: str) -> int:
 
 def make_batch(
     split: Split,
-    order: SampleOrder,
+    order: SampleOrder | BucketOrder,
     positions: np.ndarray,
     null_ids: np.ndarray,
     drop: float,
@@ -330,17 +367,20 @@ def validation_index(split: Split, count: int, name: str, seed: int) -> np.ndarr
     return generator(seed, STREAM_VALIDATION + (name == "train"), 0).permutation(len(split))[:count]
 
 
-def validation_batch(split: Split, count: int, name: str, seed: int, steps: int) -> Batch:
-    """Fixed pictures with fixed noise and stratified timesteps: the loss on them moves only when the weights do."""
+def validation_batches(split: Split, count: int, name: str, seed: int, steps: int) -> list[Batch]:
+    """Fixed pictures with fixed noise and stratified timesteps, a batch a shape: the loss on them moves only when the
+    weights do."""
     index = validation_index(split, count, name, seed)
-    latents = split.latents(index)
-    latents = latents[:, : latents.shape[1] // 2 if split.moments else latents.shape[1]].copy()
-    stream = STREAM_VALIDATION + (name == "train")
-    noise = np.stack(
-        [generator(seed, stream, 1 + i).standard_normal(latents.shape[1:], np.float32) for i in range(len(index))]
-    )
     t = ((np.arange(len(index)) + 0.5) / len(index) * steps).astype(np.int64)
-    return Batch(*(torch.from_numpy(a) for a in (latents, noise, t, split.ids[index].astype(np.int64))))
+    stream, batches = STREAM_VALIDATION + (name == "train"), []
+    for shape in np.unique(split.shape[index]):
+        own = np.flatnonzero(split.shape[index] == shape)
+        latents = split.latents(index[own])
+        latents = latents[:, : latents.shape[1] // 2 if split.moments else latents.shape[1]].copy()
+        noise = np.stack([generator(seed, stream, 1 + i).standard_normal(latents.shape[1:], np.float32) for i in own])
+        arrays = latents, noise, t[own], split.ids[index[own]].astype(np.int64)
+        batches.append(Batch(*(torch.from_numpy(a) for a in arrays)))
+    return batches
 
 
 class Prefetcher:

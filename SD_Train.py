@@ -48,6 +48,7 @@ import SD_Kernels
 from data_pipeline import common
 from SD_Data import (
     Batch,
+    BucketOrder,
     LatentStore,
     Prefetcher,
     SampleOrder,
@@ -55,7 +56,7 @@ from SD_Data import (
     make_batch,
     parse_sources,
     read_manifest,
-    validation_batch,
+    validation_batches,
     validation_index,
 )
 from SD_Model import (
@@ -425,24 +426,28 @@ def backward(net, batch: Batch, text: torch.Tensor, schedule: NoiseSchedule, set
     return loss.detach()
 
 
-def graphs_run(settings: dict) -> bool:
-    """Whether forward and backward passes are recorded as CUDA graphs."""
-    return bool(settings["kernels"]) and not PRESETS[settings["model"]]["unet"].dropout
+def graphs_run(settings: dict, shapes: int) -> bool:
+    """Whether forward and backward passes are recorded as CUDA graphs: not for latents of several shapes, as each
+    graph would hold gradients of its own."""
+    return bool(settings["kernels"]) and shapes == 1 and not PRESETS[settings["model"]]["unet"].dropout
 
 
 class MicroSteps:
     """The micro-batches of training steps: forward and backward of each, where that works as a CUDA graph. In a step's
     last one, processes share their gradients."""
 
-    def __init__(self, model: nn.Module, text_of, schedule: NoiseSchedule, settings: dict, update: Update, device, say):
-        """model: the denoiser, in DDP if there are several processes and no update.shared."""
+    def __init__(
+        self, model: nn.Module, text_of, schedule: NoiseSchedule, settings: dict, update: Update, device, say, shapes=1
+    ):
+        """model: the denoiser, in DDP if there are several processes and no update.shared. shapes: how many latents
+        have."""
         self.model, self.parts, self.say = model, (text_of, schedule, settings), say
         self.net = in_autocast(model, device, settings["dtype"])
         self.parameters, self.shared, self.graphed, self.begun = update.parameters, update.shared, None, False
         self.share = 1 / settings["accumulate"]  # of a micro-batch in the step's gradient
         if self.shared:  # whose sums are no means
             self.share /= dist.get_world_size()
-        if graphs_run(settings):
+        if graphs_run(settings, shapes):
             self.graphed = SD_Kernels.GraphedBackward(
                 self._plain, update.parameters, settings["accumulate"], update.shared
             )
@@ -552,15 +557,17 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 @torch.no_grad()
-def validate(module: Denoiser, dtype: str, batch: Batch, text_of, schedule, micro: int, device, rank: int, world: int):
-    """Unweighted mean squared error of a fixed Batch, whole and by timestep bin. Ranks share the work and agree."""
+def validate(
+    module: Denoiser, dtype: str, batches: list[Batch], text_of, schedule, micro: int, device, rank: int, world: int
+):
+    """Unweighted mean squared error of fixed Batches, whole and by timestep bin. Ranks share the work and agree."""
     sums, net, was_training = (
         torch.zeros(2, BINS, dtype=torch.float64),
         in_autocast(module, device, dtype),
         module.training,
     )
     module.eval()  # no dropout, which would draw random numbers too
-    for i in range(rank * micro, len(batch.t), world * micro):
+    for batch, i in [(b, i) for b in batches for i in range(rank * micro, len(b.t), world * micro)]:
         part = batch.map(lambda x, i=i: x[i : i + micro].to(device))
         error = sample_losses(net, part, text_of(part.ids), schedule).double().cpu()  # [B]
         bins = part.t.cpu() * BINS // schedule.steps
@@ -703,7 +710,7 @@ def load_data(settings: dict, text_encoder: TextEncoder, pretouch: bool) -> Data
     """Datasets and latents of a run. Refuses those that do not fit it: another size, VAE, scale or tokenizer."""
     sources, channels = parse_sources(settings), PRESETS[settings["model"]]["unet"].in_channels
     for s in sources:
-        found = read_manifest(s.dataset, "a dataset", ("tokenizer_hash", "counts"))["tokenizer_hash"]
+        found = read_manifest(s.dataset, "the dataset", ("tokenizer_hash", "counts"))["tokenizer_hash"]
         if found != common.tokenizer_hash(text_encoder.tokenizer):
             raise InputError(
                 f"the ids in {s.dataset} come from another tokenizer than the text encoder's; tokenise again (04, 05)"
@@ -720,12 +727,13 @@ def load_data(settings: dict, text_encoder: TextEncoder, pretouch: bool) -> Data
             raise InputError(f"scaled latents were wanted, and {s.latents} says they are not; encode them again")
         if m["vae"]["hash"] != first["vae"]["hash"] or m["kind"] != first["kind"]:
             raise InputError(f"{s.latents} and {sources[0].latents} were made by different VAEs or settings")
-        z, h, w = m.get("latent_shape") or store.shape or (channels, 0, 0)
-        wanted = (2 * z if m["kind"] == "moments" else z, h, w)
-        if z != channels or store.shape not in (None, wanted):
+        z, h, w = m.get("latent_shape") or min(store.shapes, default=(channels, 0, 0))
+        stored = 2 * z if m["kind"] == "moments" else z
+        wanted = {(stored, h * a // m["size"], w * b // m["size"]) for a, b in m.get("buckets") or [[m["size"]] * 2]}
+        if z != channels or not store.shapes <= wanted:
             raise InputError(
-                f"latents of {channels} channels were wanted in {s.latents}; its manifest says {wanted} and its arrays "
-                f"are {store.shape}; encode them again"
+                f"latents of {channels} channels were wanted in {s.latents}; its manifest says {sorted(wanted)} and "
+                f"its arrays are {sorted(store.shapes)}; encode them again"
             )
     weights = [s.weight for s in sources] if sources[0].weight is not None else None
     train = Split(sources, stores, "train", settings["latent_fraction"])
@@ -917,6 +925,8 @@ def main(argv=None):
         )
     order = SampleOrder(train.sizes, data.weights, settings["seed"])
     global_batch = plan_batches(settings, world, saved and saved["global_batch"], args.accumulate is not None)
+    if len(train.shapes) > 1:
+        order = BucketOrder(order, train.shape, global_batch)
     unet.set_grad_checkpoint(choose_grad_checkpoint(settings, denoiser, text_encoder, device, say))
     total = settings["max_steps"] or int(settings["epochs"] * order.epoch_size) // global_batch
     if total < 1:
@@ -943,7 +953,8 @@ def main(argv=None):
         text_encoder.to(device).eval()
         loader = loader_of(0, args.benchmark + min(20, args.benchmark))
         return benchmark(
-            args.benchmark, settings, denoiser, schedule, memory, device, rank, world, loader, text_of
+            args.benchmark, settings, denoiser, schedule, memory, device, rank, world, loader, text_of,
+            len(train.shapes),
         )  # fmt: skip
     if args.dry_run:
         return dry_run(out, settings, denoiser, text_encoder, total, global_batch, order, device) if rank == 0 else None
@@ -973,10 +984,10 @@ def main(argv=None):
     check_agreement(agreed, device, world)
     lock = make_run_folder(out, settings, checkpoint) if rank == 0 else None  # nothing was written before this line
     model = wrap(denoiser, settings, world)
-    micro_steps = MicroSteps(model, text_of, schedule, settings, update, device, say)
+    micro_steps = MicroSteps(model, text_of, schedule, settings, update, device, say, len(train.shapes))
 
     fixed = {
-        name: validation_batch(split, settings["val_images"], name, settings["seed"], schedule.steps)
+        name: validation_batches(split, settings["val_images"], name, settings["seed"], schedule.steps)
         for name, split in (("val", val), ("train", train)) if len(split)
     }  # fmt: skip
     saver, log, to_host = None, None, None
@@ -1029,7 +1040,9 @@ def main(argv=None):
         signal.signal(s, lambda *_: stop.set())
 
     peak = peak_flops(device)
-    flops = 3 * forward_flops(settings["model"], fixed["train"].latents.shape[1:], train.ids.shape[1]) if peak else None
+    flops = (
+        3 * forward_flops(settings["model"], fixed["train"][0].latents.shape[1:], train.ids.shape[1]) if peak else None
+    )
     first, end = progress.step, min(total, args.stop_at or total)
     loader = loader_of(first, end)
     bar = tqdm(total=total, initial=first, disable=rank != 0, unit="step", dynamic_ncols=True, mininterval=1.0)
@@ -1268,7 +1281,9 @@ def dry_run(out: Path, settings, denoiser, text_encoder, total: int, global_batc
     print(f"learning rate: {path}")
 
 
-def benchmark(steps: int, settings, denoiser, schedule, memory, device, rank, world, loader=None, text_of=None):
+def benchmark(
+    steps: int, settings, denoiser, schedule, memory, device, rank, world, loader=None, text_of=None, shapes=1
+):
     """Time whole training steps: on latents and text of a loader, or on random ones that stay on the device. Prints a
     JSON line last; its ms are means over the steps after the warm-up, parts in the device's time."""
     preset, micro, accumulate = PRESETS[settings["model"]], settings["batch"], settings["accumulate"]
@@ -1280,7 +1295,7 @@ def benchmark(steps: int, settings, denoiser, schedule, memory, device, rank, wo
     model = wrap(denoiser, settings, world)
     latents, noise = torch.randn(2, micro, *shape, device=device)
     text = torch.randn(micro, tokens, preset["unet"].context_dim, device=device)  # in the place of ids
-    micro_steps = MicroSteps(model, text_of or (lambda x: x), schedule, settings, update, device, print)
+    micro_steps = MicroSteps(model, text_of or (lambda x: x), schedule, settings, update, device, print, shapes)
     sync = torch.cuda.synchronize if cuda else lambda: None
 
     def now():  # a point in the device's time

@@ -2,8 +2,8 @@
 
     python benchmarks/loader_bench.py --processes 8 --size 512 --images 100000
 
-Writes random latents and token ids in the pipeline's formats to a temporary folder, reads them with a cold page cache, then
-lets so many processes (one a GPU) make micro-batches as training does, all at once. The last line is JSON.
+Writes random latents and token ids in the pipeline's formats to a temporary folder, reads them with a cold page cache,
+then lets so many processes (one a GPU) make micro-batches as training does, all at once. The last line is JSON.
 """
 
 import argparse
@@ -112,7 +112,8 @@ def main():
             w.join()
     print(json.dumps({
         "benchmark": "loader", "size": args.size, "images": args.images, "GB": round(size / 1e9, 2),
-        "open_disk_GB_per_s": round(size / 1e9 / seconds[0], 2), "open_again_GB_per_s": round(size / 1e9 / seconds[1], 2),
+        "open_disk_GB_per_s": round(size / 1e9 / seconds[0], 2),
+        "open_again_GB_per_s": round(size / 1e9 / seconds[1], 2),
         "alone_images_per_s": round(alone, 1), "processes": args.processes, "batch": args.batch,
         "all_images_per_s": round(sum(found), 1), "slowest_images_per_s": round(min(found), 1), "cores": os.cpu_count(),
     }))  # fmt: skip

@@ -280,10 +280,13 @@ def decode(data: bytes) -> np.ndarray | str:
 def read_latents(folder: Path, manifest: dict, picked: list) -> dict[tuple[str, str], np.ndarray]:
     """(shard, key) -> scaled latents float32 [z, h, w] (the mean) of those pictures that have some."""
     found = {}
-    for shard in dict.fromkeys(shard for shard, _, _ in picked):
+    shards = list(dict.fromkeys(shard for shard, _, _ in picked))
+    for shard, path in [(s, p) for s in shards for p in sorted(folder.glob(f"{s}*.parquet"))]:
+        if path.stem != shard and not path.stem.startswith(f"{shard}_"):  # of --buckets: one a size
+            continue
         try:
-            keys = pq.read_table(folder / f"{shard}.parquet", columns=["image_key", "row"])
-            array = np.load(folder / f"{shard}.npy", mmap_mode="r")
+            keys = pq.read_table(path, columns=["image_key", "row"])
+            array = np.load(path.with_suffix(".npy"), mmap_mode="r")
         except (OSError, ValueError, EOFError, pa.ArrowInvalid):  # not encoded yet, or cut
             continue
         wanted = {key for s, key, _ in picked if s == shard}
@@ -491,15 +494,16 @@ def draw_latents(folder: Path, vae: str | None, picked: list, pictures: dict) ->
     if vae is None:
         return absent(f"{about} Not decoded: their VAE is not on this machine; name one with --vae.")
     latents = read_latents(folder, manifest, picked)
-    shown = [k for k in latents if not isinstance(pictures.get(k), str | None)][:12]
+    keys = [(s, k) for s, k, _ in picked if (s, k) in latents]
+    shown = [k for k in keys if not isinstance(pictures.get(k), str | None)][:12]
     if not shown:
         return absent(f"{about} Not decoded: none of the pictures above has latents.")
     decoded = decode_latents(vae, manifest, [latents[k] for k in shown])
     captions, figures, errors = {(s, k): c for s, k, c in picked}, [], []
     for key, after in zip(shown, decoded):
         before = pictures[key]
-        if manifest["crop"] == "center" and after.shape[0] == after.shape[1]:
-            before = common.resize_crop(before, after.shape[0])
+        if manifest["crop"] == "center":
+            before = common.cut(before, after.shape[:2])
         if before.shape == after.shape:
             errors.append(float(((before.astype(np.float64) - after) ** 2).mean()))
         both = image(before, captions[key]) + image(after, "its latents, decoded")
@@ -570,7 +574,7 @@ def draw_source(folder: Path, args: argparse.Namespace) -> str:
         "captions as tokens": (tokens or {}).get("rows"),
         "to train on": counts.get("train"),
         "held out": counts.get("val"),
-        "latents": (manifests["latents"] or {}).get("count"),
+        "with latents": (manifests["latents"] or {}).get("pictures"),
     }
     tiles = "".join(
         f"<div><b>{'absent' if n is None else f'{n:,}'}</b><span>{name}</span></div>" for name, n in figures.items()

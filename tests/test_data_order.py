@@ -19,21 +19,34 @@ import micro
 import SD_Data
 import SD_Model
 from data_pipeline import common
-from SD_Data import Batch, LatentStore, Prefetcher, SampleOrder, Source, Split, make_batch, validation_batch
+from SD_Data import (
+    Batch,
+    BucketOrder,
+    LatentStore,
+    Prefetcher,
+    SampleOrder,
+    Source,
+    Split,
+    make_batch,
+    validation_batches,
+)
 
 
 class FakeSplit:
     """A Split of n pictures whose latents are constant: picture i is all i."""
 
     def __init__(self, n: int, shape=(4, 2, 2), moments=False):
-        self.ids, self.moments, self.shape = np.arange(n * 3, dtype=np.uint16).reshape(n, 3) + 1, moments, shape
+        self.ids, self.moments = np.arange(n * 3, dtype=np.uint16).reshape(n, 3) + 1, moments
+        self.latent_shape, self.shape = shape, np.zeros(n, int)
         self.keys = pa.chunked_array([[f"s/{i}" for i in range(n)]])
 
     def __len__(self):
         return len(self.ids)
 
     def latents(self, index, mirrored=0):
-        return np.ones((len(index), *self.shape), np.float32) * np.asarray(index, np.float32)[:, None, None, None]
+        return (
+            np.ones((len(index), *self.latent_shape), np.float32) * np.asarray(index, np.float32)[:, None, None, None]
+        )
 
 
 @pytest.fixture
@@ -64,6 +77,27 @@ def test_an_epoch_is_a_permutation_and_each_is_another():
     assert (
         np.concatenate([fresh.at(np.arange(i, i + 7)) for i in range(0, 196, 7)]) == np.concatenate(epochs)[:196]
     ).all()
+
+
+def test_buckets_give_each_global_batch_one_shape():
+    """Of each shape the pictures come as in the plain order, none left out; a batch comes as soon as it is full."""
+    order, shape = (
+        SampleOrder([70, 40], [0.5, 0.5], seed=5),
+        np.random.default_rng(0).permutation([0] * 80 + [1] * 27 + [2] * 3),
+    )
+    buckets = BucketOrder(order, shape, 8)
+    batches = [buckets.at(np.arange(8 * k, 8 * k + 8)) for k in range(60)]
+    plain = np.concatenate([order.epoch(e) for e in range(6)])
+    place, full_at = [np.flatnonzero(shape[plain] == k) for k in range(3)], []
+    for batch in batches:
+        k = shape[batch[0]]
+        assert (batch == plain[place[k][:8]]).all()
+        full_at.append(place[k][7])
+        place[k] = place[k][8:]
+    assert full_at == sorted(full_at) and len({shape[b[0]] for b in batches}) == 3
+    fresh = BucketOrder(order, shape, 8)
+    for k in (47, 46, 3, 59, 0):  # whatever was asked before
+        assert (fresh.at(np.arange(8 * k + 2, 8 * k + 5)) == batches[k][2:5]).all()
 
 
 def test_a_source_runs_through_all_its_pictures_before_one_comes_again():
@@ -266,10 +300,12 @@ def test_the_choice_of_the_mirror_image_depends_on_seed_and_position_alone(root)
 
 def test_validation_is_on_pictures_as_they_are(root):
     sources = [source(root, "a")]
-    before = {name: validation_batch(split_of(sources), 40, name, 0, 1000) for name in ("val", "train")}
+    before = {name: validation_batches(split_of(sources), 40, name, 0, 1000)[0] for name in ("val", "train")}
     mirror(root / "a/latents")
     for name, batch in before.items():
-        assert all(torch.equal(a, b) for a, b in zip(validation_batch(split_of(sources), 40, name, 0, 1000)[:4], batch))
+        assert all(
+            torch.equal(a, b) for a, b in zip(validation_batches(split_of(sources), 40, name, 0, 1000)[0][:4], batch)
+        )
 
 
 def test_without_mirror_images_the_draws_are_those_of_the_first_version(root):
@@ -292,13 +328,13 @@ def test_seen_tells_positions_and_keys_apart():
 
 def test_validation_is_fixed_and_stratified():
     split = FakeSplit(300)
-    a, b = (validation_batch(split, 200, "val", 0, 1000) for _ in range(2))
+    a, b = (validation_batches(split, 200, "val", 0, 1000)[0] for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(a[:4], b[:4]))
     assert torch.bincount(a.t * 10 // 1000).tolist() == [20] * 10
     assert len(set(a.latents[:, 0, 0, 0].tolist())) == 200
-    other = validation_batch(split, 200, "train", 0, 1000)
+    other = validation_batches(split, 200, "train", 0, 1000)[0]
     assert not torch.equal(a.noise, other.noise)
-    assert len(validation_batch(FakeSplit(5), 200, "val", 0, 1000).t) == 5  # fewer pictures than asked
+    assert len(validation_batches(FakeSplit(5), 200, "val", 0, 1000)[0].t) == 5  # fewer pictures than asked
 
 
 # --- the loader's thread
@@ -417,12 +453,6 @@ def test_lying_dataset_manifests_are_refused(root):
 def test_cut_datasets_are_refused(root):
     damage(root / "a/dataset/train/data.arrow", "cut")
     with pytest.raises(SD_Model.InputError, match="05"):
-        split_of([source(root, "a")])
-
-
-def test_mixed_shapes_are_refused(root):
-    np.save(root / "a/latents/00001.npy", np.zeros((23, 4, 4, 4), np.float16))
-    with pytest.raises(SD_Model.InputError, match="differ in shape"):
         split_of([source(root, "a")])
 
 

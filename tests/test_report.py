@@ -7,6 +7,7 @@ import tarfile
 from html.parser import HTMLParser
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -178,6 +179,23 @@ def test_latents_are_decoded_by_their_own_vae(encoded, tmp_path):
         encoded / "vae",
     )
     assert (tmp_path / "a.html").read_text() == (tmp_path / "b.html").read_text()
+
+
+def test_latents_of_buckets_and_mirror_images(encoded, tmp_path):
+    """Each picture beside its latents in their shape; mirror images count once."""
+    for i, (h, w) in enumerate([(20, 20), (20, 40), (40, 20)] * 3):
+        (tmp_path / "own").mkdir(exist_ok=True)
+        cv2.imwrite(str(tmp_path / f"own/{i}.png"), np.full((h, w, 3), 20 * i, np.uint8))
+        (tmp_path / f"own/{i}.txt").write_text(f"number {i}")
+    run("01f_folder.py", "--in", tmp_path / "own", "--out", tmp_path / "things")
+    encode_latents.main(
+        [f"--images={tmp_path}/things/images", f"--vae={encoded}/vae", f"--out={tmp_path}/things/latents", "--size=16"]
+        + ["--device=cpu", "--workers=0", "--buckets", "--flip"]
+    )
+    assert len(list((tmp_path / "things/latents").glob("*.npy"))) == 3
+    run("06_report.py", "--in", tmp_path / "things", "--out", tmp_path / "a.html")
+    content = (tmp_path / "a.html").read_text()
+    assert Page(content).tags.count("img") == 9 + 2 * 9 and "<b>9</b><span>with latents" in content
 
 
 @pytest.mark.parametrize(("change", "message"), [({"seed": 1}, "other weights"), ({"scale": 0.25}, "another scale")])

@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import safetensors.torch
 import torch
@@ -218,6 +220,50 @@ def test_two_ranks_resume_on_another_number(world, data, tmp_path):
     assert np.allclose(column(tmp_path / "whole", "loss"), column(tmp_path / "cut", "loss"), rtol=0, atol=1e-5)
     state = json.loads((last_checkpoint(tmp_path / "cut") / "state.json").read_text())
     assert (state["global_batch"], state["images"], state["settings"]["accumulate"]) == (12, 72, 6 // world)
+
+
+def test_latents_of_several_shapes(data, tmp_path):
+    """Each step has one shape; a killed run goes on exactly; two ranks are one; validation sees all shapes."""
+    sides, wide = [(8, 8), (6, 10), (10, 6)], tmp_path / "data"
+    shutil.copytree(data, wide)
+    folder = wide / "things" / "latents"
+    keys = [k for path in sorted(folder.glob("*.parquet")) for k in pq.read_table(path)["image_key"].to_pylist()]
+    [path.unlink() for pattern in ("*.npy", "*.parquet") for path in folder.glob(pattern)]
+    for i, (h, w) in enumerate(sides):
+        own = [key for n, key in enumerate(keys) if n % 5 % 3 == i]
+        values = np.random.default_rng(i).standard_normal((len(own), 4, h, w)).astype(np.float16)
+        np.save(folder / f"00000_{h}x{w}.npy", values)
+        table = pa.table({"image_key": own, "row": pa.array(range(len(own)), pa.int32())})
+        pq.write_table(table, folder / f"00000_{h}x{w}.parquet")
+    manifest = json.loads((folder / "manifest.json").read_text())
+
+    def write(buckets):
+        (folder / "manifest.json").write_text(json.dumps(manifest | {"buckets": [[8 * h, 8 * w] for h, w in buckets]}))
+
+    write(sides[:2])
+    assert "encode them again" in train(wide, tmp_path / "refused", expect=2)
+    write(sides)
+    record = tmp_path / "shapes"
+
+    def noted(real):
+        def backward(net, batch, *args):
+            with open(record, "a") as f:
+                f.write(f"{tuple(batch.latents.shape)}\n")
+            return real(net, batch, *args)
+
+        return backward
+
+    train(wide, tmp_path / "whole", hook=patched("backward", noted))
+    shapes = record.read_text().split("\n")[:-1]
+    assert len(shapes) == 12 and set(shapes) == {f"(4, 4, {h}, {w})" for h, w in sides}
+    train(wide, tmp_path / "cut", hook=killed_in(8), expect=-signal.SIGKILL)
+    train(wide, tmp_path / "cut", "--resume")
+    assert_equal_runs(tmp_path / "whole", tmp_path / "cut")
+    train(wide, tmp_path / "two", "--batch", 2, world=2)
+    assert column(tmp_path / "whole", "seen") == column(tmp_path / "two", "seen")
+    assert np.allclose(column(tmp_path / "whole", "loss"), column(tmp_path / "two", "loss"), rtol=0, atol=1e-5)
+    one, two = (rows(tmp_path / name, "validation.jsonl") for name in ("whole", "two"))
+    assert len(one) == len(two) > 0 and all(abs(a["loss"] - b["loss"]) < 1e-5 for a, b in zip(one, two))
 
 
 def test_other_global_batch_is_refused(data, plain, tmp_path):
@@ -705,7 +751,7 @@ def test_validation_and_samples_leave_weights_and_random_state_alone(data, tmp_p
     )
     before, state = SD_Model.weights_hash(net), torch.get_rng_state()
     losses = [
-        SD_Train.validate(net, "fp32", batch, lambda ids: ids, schedule, 3, torch.device("cpu"), 0, 1) for _ in "ab"
+        SD_Train.validate(net, "fp32", [batch], lambda ids: ids, schedule, 3, torch.device("cpu"), 0, 1) for _ in "ab"
     ]
     assert losses[0] == losses[1] and losses[0]["bins"][8:] == [None, None]
     settings = {"dtype": "fp32", "size": 64, "sample_cfg": 3.0}
