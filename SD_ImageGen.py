@@ -283,6 +283,8 @@ def save_png(path: Path, picture: np.ndarray, settings: dict | None = None):
 def read_jobs(args) -> list[dict]:
     """One job a picture: prompt, negative, seed. A prompts file has a prompt a line, or .jsonl objects with `prompt`
     and, if wanted, `negative` and `seed`."""
+    if args.benchmark is not None and args.prompts_file is None:
+        args.prompt = args.prompt or ""  # the words do not matter
     if (args.prompt is None) == (args.prompts_file is None):
         raise InputError("give either --prompt TEXT or --prompts_file FILE")
     if args.n < 1:
@@ -337,6 +339,16 @@ def parse_args(argv=None):
     return p.parse_args(argv)
 
 
+def make_writable(folder: Path):
+    """Make the folder and try to write there, before the work and not after it. InputError if that fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".writable").touch()
+        (folder / ".writable").unlink()
+    except OSError as e:
+        raise InputError(f"--out wants a folder that can be written, found {folder} ({e.strerror})") from None
+
+
 def main(argv=None):
     args = parse_args(argv)
     started = time.time()
@@ -346,8 +358,9 @@ def main(argv=None):
     out = Path(args.out)
     if out.suffix.lower() == ".png" and len(jobs) > 1:
         raise InputError(f"--out {out} names one picture and {len(jobs)} were asked for; give a folder")
-    if args.batch < 1:
-        raise InputError(f"--batch wants at least 1, found {args.batch}")
+    for name in ("batch", "benchmark"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise InputError(f"--{name} wants at least 1, found {getattr(args, name)}")
     if not 0 <= args.cfg_rescale <= 1:
         raise InputError(f"--cfg_rescale wants 0 to 1, found {args.cfg_rescale}")
     model = SD_Convert.open_model(args.model, weights=args.weights)
@@ -361,12 +374,8 @@ def main(argv=None):
         if not 0 < args.strength <= 1 or int(args.steps * args.strength) < 1:
             raise InputError(f"--strength wants 0 to 1 and, of {args.steps} steps, at least one; found {args.strength}")
     folder = out.parent if out.suffix.lower() == ".png" else out
-    try:  # find out before the work, not after it
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".writable").touch()
-        (folder / ".writable").unlink()
-    except OSError as e:
-        raise InputError(f"--out wants a folder that can be written, found {folder} ({e.strerror})") from None
+    if args.benchmark is None:
+        make_writable(folder)
 
     # Text encoder, UNet and VAE are on the device one after the other, never together.
     vae = model.vae() if args.vae is None else SD_Convert.load_vae(args.vae)

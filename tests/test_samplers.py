@@ -385,3 +385,16 @@ def test_bad_flags_are_refused_before_any_work(small_tokenizer, tmp_path, monkey
         SD_ImageGen.main(["--model", str(tmp_path / "model"), "--prompt", "a", "--device", "cpu", "--out",
                           str(tmp_path / "out"), "--width", "32", "--height", "32", *flags])  # fmt: skip
     assert not list(tmp_path.glob("out/*.png"))
+
+
+def test_benchmark_prints_its_figures_and_writes_nothing(small_tokenizer, tmp_path, capsys):
+    make_pipeline(small_tokenizer).save_pretrained(tmp_path / "model")
+    size = ["--width", "32", "--height", "32", "--batch", "2"]
+    common = ["--model", str(tmp_path / "model"), "--device", "cpu", "--out", str(tmp_path / "out"), *size]
+    with pytest.raises(InputError, match="--benchmark wants at least 1, found 0"):
+        SD_ImageGen.main([*common, "--benchmark", "0"])
+    SD_ImageGen.main([*common, "--benchmark", "3"])
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (row["benchmark"], row["batch"], row["steps"], row["card"]) == ("sample", 2, 3, "cpu")
+    assert row["evaluations_per_s"] == pytest.approx(4e3 / row["ms_per_step"], rel=0.01)  # 2 pictures, 2 sides of CFG
+    assert not (tmp_path / "out").exists()
