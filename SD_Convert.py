@@ -513,12 +513,19 @@ def infer_vae_config(source, tensors: dict[str, torch.Tensor]) -> VAEConfig:
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def build(cls, config, state: dict[str, torch.Tensor]):
-    """UNet or VAE of these weights, fp32 copies on the CPU, eval, without gradients; one tensor at a time."""
+def build(cls, config, state: dict[str, torch.Tensor], device="cpu", dtype=torch.float32):
+    """UNet or VAE of copies of these weights, eval, without gradients; one tensor at a time."""
     with torch.device("meta"):
         module = cls(config)
-    module.load_state_dict({k: t.to(torch.float32, copy=True) for k, t in state.items()}, assign=True)
+    module.load_state_dict({k: t.to(device, dtype, copy=True) for k, t in state.items()}, assign=True)
     return module.eval().requires_grad_(False)
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict | None = None):
+    """A .safetensors file that others may read as far as the process's umask lets them; the library lets no one."""
+    save_file(tensors, path, metadata)
+    os.umask(umask := os.umask(0o022))
+    os.chmod(path, 0o666 & ~umask)
 
 
 def weights_file(folder: Path, stem: str, live: bool = False) -> Path:
@@ -610,7 +617,7 @@ def save_vae(vae: VAE, folder: str | Path):
     with new_folder(folder, replace=True) as tmp:
         (tmp / "vae.json").write_text(json.dumps(asdict(vae.config), indent=2))
         state = {k: t.detach().to("cpu", torch.float32).contiguous() for k, t in vae.state_dict().items()}
-        save_file(state, tmp / "vae.safetensors")
+        save_tensors(state, tmp / "vae.safetensors")
 
 
 class new_folder:
@@ -740,9 +747,9 @@ class Model:
         """The UNet's architecture and weights: our names, fp32, on the CPU."""
         return self.unet_config, {k: t.to(torch.float32, copy=True) for k, t in self.tensors().items()}
 
-    def unet(self) -> UNet:
-        """The UNet, fp32, on the CPU, eval, without gradients."""
-        return build(UNet, self.unet_config, self.tensors())
+    def unet(self, device="cpu", dtype=torch.float32) -> UNet:
+        """The UNet, eval, without gradients."""
+        return build(UNet, self.unet_config, self.tensors(), device, dtype)
 
 
 def open_model(source: str | Path, weights: str = "ema") -> Model:
@@ -1100,7 +1107,7 @@ def save_ldm(out: Path, model: Model, dtype: torch.dtype, ema: Model | None = No
     tmp = out.with_name(out.name + ".tmp")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, tmp, metadata)
+        save_tensors(tensors, tmp, metadata)
         with open(tmp, "rb") as f:
             os.fsync(f.fileno())
         os.replace(tmp, out)
@@ -1208,7 +1215,7 @@ def save_diffusers(out: Path, model: Model, dtype: torch.dtype, live: Model | No
         files["text_encoder/model"] = ("text encoder", text)
         (tmp / "text_encoder").mkdir()
         for name, (part, state) in files.items():  # one after the other: a part's cast copy at a time
-            save_file(cast(part, state, dtype), tmp / f"{name}.safetensors", {"format": "pt"})
+            save_tensors(cast(part, state, dtype), tmp / f"{name}.safetensors", {"format": "pt"})
         encoder.model.config.architectures = ["CLIPTextModel"]
         encoder.model.config.save_pretrained(tmp / "text_encoder")
         (tmp / "tokenizer").mkdir()
@@ -1224,7 +1231,7 @@ def save_native(out: Path, ema: Model, live: Model):
         encoders["text_encoder_ema"] = trained
     with new_folder(out) as tmp:
         for name, model in (("unet", live), ("unet_ema", ema)):
-            save_file(cast("UNet", model.tensors(), torch.float32), tmp / f"{name}.safetensors")
+            save_tensors(cast("UNet", model.tensors(), torch.float32), tmp / f"{name}.safetensors")
         for name, encoder in encoders.items():
             encoder.save(tmp / name)
         save_vae(vae, tmp / "vae")

@@ -391,7 +391,7 @@ def main(argv=None):
     text_encoder = text_encoder.to(device, dtype)
     contexts, nulls = encode_pairs(text_encoder, [j["prompt"] for j in jobs], [j["negative"] for j in jobs])
     del text_encoder
-    unet = fast(model.unet(), device, dtype)
+    unet = fast(model.unet(device, dtype), device, dtype)
     if args.benchmark:
         if isinstance(unet, SD_Kernels.FusedUNet):
             SD_Kernels.apply(vae)

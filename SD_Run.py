@@ -216,7 +216,7 @@ def write_checkpoint(folder: Path, snapshot: dict):
     """Write a snapshot's files and their manifest into an empty folder, synced to disk."""
     for name, tensors in snapshot["weights"].items():
         if name.startswith("unet"):
-            safetensors.torch.save_file(tensors, folder / f"{name}.safetensors")
+            SD_Convert.save_tensors(tensors, folder / f"{name}.safetensors")
         else:  # text_encoder, text_encoder_ema: as transformers writes them
             encoder = snapshot["text_encoder"]
             state = {k.removeprefix("model."): v for k, v in tensors.items()}

@@ -36,11 +36,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from data_pipeline import common
 from encode_latents import stream, write_json
-from SD_Convert import checkpoint_problem, new_folder, save_vae
+from SD_Convert import checkpoint_problem, new_folder, save_tensors, save_vae
 from SD_ImageGen import DTYPES, grid, pick_device, save_png
 from SD_Model import PRESETS, VAE, InputError, run_cli, weights_hash
 from SD_Run import lock_run, sha256
@@ -190,7 +190,7 @@ def save_checkpoint(run: Path, step: int, vae: VAE, ema: VAE, optimizers: list, 
     with new_folder(run / "checkpoints" / f"step_{step:08d}", replace=True) as tmp:
         for name, module in (("vae", vae), ("vae_ema", ema)):
             state = {k: t.detach().cpu().contiguous() for k, t in module.state_dict().items()}
-            save_file(state, tmp / f"{name}.safetensors")
+            save_tensors(state, tmp / f"{name}.safetensors")
         torch.save([optimizer.state_dict() for optimizer in optimizers], tmp / "optimizer.pt")
         (tmp / "state.json").write_text(json.dumps({"step": step, "config": config}, indent=1))
         (tmp / "manifest.json").write_text(json.dumps({f.name: sha256(f) for f in sorted(tmp.iterdir())}, indent=1))

@@ -5,6 +5,7 @@ pytest tests/test_convert.py
 
 import hashlib
 import json
+import os
 import pickle
 import shutil
 import subprocess
@@ -721,3 +722,21 @@ def test_program_exits_with_2(tmp_path):
     )  # fmt: skip
     assert result.returncode == 2 and result.stderr.startswith("error: ") and "Traceback" not in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_weight_files_are_as_readable_as_the_umask_says(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        SD_Convert.save_tensors({"a": torch.ones(3)}, tmp_path / "a.safetensors")
+        assert os.umask(umask) == umask
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_a_unet_is_read_in_the_dtype_asked_for(small_tokenizer, tmp_path):
+    make_pipeline(small_tokenizer).save_pretrained(tmp_path / "model")
+    model = SD_Convert.open_model(tmp_path / "model")
+    full, half = model.unet().state_dict(), model.unet(dtype=torch.bfloat16).state_dict()
+    assert all(half[k].dtype == torch.bfloat16 and torch.equal(half[k], t.bfloat16()) for k, t in full.items())
