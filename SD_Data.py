@@ -270,8 +270,8 @@ class BucketOrder:
     """A SampleOrder for latents of several shapes, such that each global batch has one shape.
 
     The pictures of the plain order queue up by shape, and the queue that is first to hold a global batch is the next
-    one. So an epoch's pictures all come, those that are still in a queue at its end in the next epoch, and a batch's
-    shape follows from the seed, its position and the size of a global batch.
+    one. So all pictures come as often as in the plain order, up to those that wait at the end, and a batch's shape
+    follows from the seed, its position and the size of a global batch.
     """
 
     def __init__(self, order: SampleOrder, shape: np.ndarray, batch: int):

@@ -555,10 +555,16 @@ class SharedGradients:
 
     @torch.no_grad()
     def _send(self, bucket: Bucket):
+        bucket.missing = len(bucket.parameters)
         torch._foreach_copy_(bucket.views, [_gradient(p) for p in bucket.parameters])
         forget_gradients(bucket.parameters)  # what comes next can use their memory
         self.works.append(dist.all_reduce(bucket.flat, async_op=True))
-        bucket.missing = len(bucket.parameters)
+
+    def reset(self):
+        """After a pass that broke off."""
+        self.works.clear()
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.parameters)
 
     def finish(self):
         """After a step's last backward pass."""
@@ -1005,29 +1011,43 @@ class GraphedBackward:
         self.kinds = list(dict.fromkeys((i == 0, i == passes - 1) for i in range(passes)))  # first and last of a step?
 
     def __call__(self, *inputs: torch.Tensor, first: bool, last: bool) -> torch.Tensor:
-        """RuntimeError at the first call if the passes cannot be recorded, or the records do not do what they do."""
-        expected = None
+        """RuntimeError at the first call, in all processes, if the passes cannot be recorded in one of them, or the
+        records do not do what they do."""
         if not self.graphs:
             self.static = [x.clone() for x in inputs]
-            _warm_up(self._step)
-            expected = self._step()
-            forget_gradients(self.parameters)  # the recording makes its own
-            torch.cuda.empty_cache()  # what the warm-up took is not what the recording can use
-            pool = None
+            self._record()
+        graph, out = self.graphs[first, last]
+        torch._foreach_copy_(self.static, inputs)
+        graph.replay()
+        return out.clone()
+
+    def _record(self):
+        _warm_up(self._step)
+        expected, failure, pool = self._step(), None, None
+        forget_gradients(self.parameters)  # the recording makes its own
+        torch.cuda.empty_cache()  # what the warm-up took is not what the recording can use
+        try:
             for kind in self.kinds:
                 graph = torch.cuda.CUDAGraph()
                 self.graphs[kind] = graph, _record(graph, partial(self.function, *self.static, last=kind[1]), pool)
                 pool = graph.pool()
-        graph, out = self.graphs[first, last]
-        torch._foreach_copy_(self.static, inputs)
-        if expected is not None:
-            for kind in self.kinds:
-                self.graphs[kind][0].replay()
-            for a, b in zip((self.graphs[self.kinds[-1]][1], self._norm()), expected):
-                if not torch.allclose(a, b, rtol=0.02, atol=1e-6, equal_nan=True):
-                    raise RuntimeError("the recorded pass gave other numbers than the pass itself")
-        graph.replay()
-        return out.clone()
+        except RuntimeError as e:
+            failure = e
+        if not self._all(failure is None):
+            raise failure or RuntimeError("another process could not record its pass")
+        for kind in self.kinds:
+            self.graphs[kind][0].replay()
+        found = self.graphs[self.kinds[-1]][1], self._norm()
+        if not self._all(all(torch.allclose(a, b, 0.02, 1e-6, equal_nan=True) for a, b in zip(found, expected))):
+            raise RuntimeError("the recorded pass gave other numbers than the pass itself")
+
+    def _all(self, fine: bool) -> bool:
+        """Whether that is so in all processes."""
+        if self.shared is None:
+            return fine
+        fine = torch.tensor(int(fine), device=self.static[0].device)
+        dist.all_reduce(fine, dist.ReduceOp.MIN)
+        return bool(fine)
 
     def _step(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The passes of a step, not recorded, all on the same inputs: the last one's result, the gradients' norm."""
@@ -1039,4 +1059,5 @@ class GraphedBackward:
     def _norm(self) -> torch.Tensor:
         if self.shared is not None:
             return _total_norm([bucket.flat for bucket in self.shared.buckets])
+        check_all_trained(self.parameters)
         return _total_norm([_gradient(p) for p in self.parameters])

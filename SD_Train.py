@@ -234,7 +234,12 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--max_skipped", type=int, help="stop after so many non-finite steps in a row (10)")
     g.add_argument("--wandb", choices=["auto", "online", "offline", "disabled"], help="auto: offline without a key")
     g.add_argument("--dry_run", action="store_true", help="print the resolved configuration and plan, and stop")
-    g.add_argument("--benchmark", type=int, metavar="STEPS", help="time so many steps on synthetic latents, and stop")
+    g.add_argument(
+        "--benchmark",
+        type=int,
+        metavar="STEPS",
+        help="time so many steps, on synthetic latents if no data are named, and stop",
+    )
     return p.parse_args(argv)
 
 
@@ -302,7 +307,7 @@ def resolve(args, saved: dict | None) -> dict:
 
 
 class Denoiser(nn.Module):
-    """What DDP wraps: the UNet, and the text encoder if it is trained."""
+    """What is trained: the UNet, and the text encoder if asked."""
 
     def __init__(self, unet: UNet, text_encoder: TextEncoder | None):
         super().__init__()
@@ -477,6 +482,8 @@ class MicroSteps:
                 torch.cuda.synchronize()
                 self.graphed = None
                 SD_Kernels.forget_gradients(self.parameters)
+                if self.shared:
+                    self.shared.reset()
                 torch.cuda.empty_cache()
         return self._plain(*batch[:4], last=last)
 
@@ -509,7 +516,8 @@ def wrap(denoiser: Denoiser, settings: dict, world: int) -> nn.Module:
         for m in denoiser.unet.modules():
             if isinstance(m, ResBlock | SpatialTransformer):
                 m.compile(dynamic=False)
-        torch._dynamo.config.recompile_limit = 64  # there are over 20 shapes of residual blocks
+        # There are over 20 kinds of residual blocks, for each shape of latents.
+        torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit = 512, 4096
     if world == 1 or settings["kernels"]:
         return denoiser
     device = next(denoiser.parameters()).device
@@ -544,6 +552,13 @@ def forward_flops(preset: str, latent_shape: tuple[int, int, int], tokens: int) 
     return counter.get_total_flops()
 
 
+def mean_flops(preset: str, split: Split) -> float:
+    """forward_flops of a split's pictures, on average over their shapes."""
+    z, counts = PRESETS[preset]["unet"].in_channels, np.bincount(split.shape, minlength=len(split.shapes))
+    each = [forward_flops(preset, (z, *shape[1:]), split.ids.shape[1]) for shape in split.shapes]
+    return float(np.average(each, weights=counts))
+
+
 def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
@@ -567,7 +582,8 @@ def validate(
         module.training,
     )
     module.eval()  # no dropout, which would draw random numbers too
-    for batch, i in [(b, i) for b in batches for i in range(rank * micro, len(b.t), world * micro)]:
+    parts = [(batch, i) for batch in batches for i in range(0, len(batch.t), micro)]
+    for batch, i in parts[rank::world]:
         part = batch.map(lambda x, i=i: x[i : i + micro].to(device))
         error = sample_losses(net, part, text_of(part.ids), schedule).double().cpu()  # [B]
         bins = part.t.cpu() * BINS // schedule.steps
@@ -931,6 +947,10 @@ def main(argv=None):
     total = settings["max_steps"] or int(settings["epochs"] * order.epoch_size) // global_batch
     if total < 1:
         raise InputError(f"{settings['epochs']} epochs of {order.epoch_size} pictures make no step of {global_batch}")
+    if len(train.shapes) > 1:
+        showings = np.bincount(train.shape, minlength=len(train.shapes)) * total * global_batch / order.epoch_size
+        rare = ", ".join(f"{h} x {w}" for (_, h, w), n in zip(train.shapes, showings) if n < global_batch)
+        say(f"shapes: {len(train.shapes)}; too rare for a step of {global_batch} in this run: {rare or 'none'}")
     micro, accumulate, null_ids = settings["batch"], settings["accumulate"], text_encoder.tokenize([""])[0].numpy()
 
     @torch.no_grad()
@@ -951,7 +971,7 @@ def main(argv=None):
 
     if args.benchmark:
         text_encoder.to(device).eval()
-        loader = loader_of(0, args.benchmark + min(20, args.benchmark))
+        loader = loader_of(0, args.benchmark + min(20, args.benchmark) * len(train.shapes))
         return benchmark(
             args.benchmark, settings, denoiser, schedule, memory, device, rank, world, loader, text_of,
             len(train.shapes),
@@ -978,10 +998,10 @@ def main(argv=None):
     optimizer = make_optimizer(denoiser, settings)
     if checkpoint:
         load_optimizer(checkpoint, optimizer)
-    update = Update(optimizer, denoiser, ema, settings, world)
     agreed = {"where to go on": progress.step, "the number of steps": total, "readable latents": train.unreadable}
     agreed |= {"the data": zlib.crc32(str(data.hashes).encode()), "settings": zlib.crc32(json.dumps(settings).encode())}
     check_agreement(agreed, device, world)
+    update = Update(optimizer, denoiser, ema, settings, world)
     lock = make_run_folder(out, settings, checkpoint) if rank == 0 else None  # nothing was written before this line
     model = wrap(denoiser, settings, world)
     micro_steps = MicroSteps(model, text_of, schedule, settings, update, device, say, len(train.shapes))
@@ -1040,9 +1060,7 @@ def main(argv=None):
         signal.signal(s, lambda *_: stop.set())
 
     peak = peak_flops(device)
-    flops = (
-        3 * forward_flops(settings["model"], fixed["train"][0].latents.shape[1:], train.ids.shape[1]) if peak else None
-    )
+    flops = 3 * mean_flops(settings["model"], train) if peak else None
     first, end = progress.step, min(total, args.stop_at or total)
     loader = loader_of(first, end)
     bar = tqdm(total=total, initial=first, disable=rank != 0, unit="step", dynamic_ncols=True, mininterval=1.0)
@@ -1241,11 +1259,15 @@ def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncode
         "Adam": 8 * numbers,
         "EMA": 4 * numbers,
         "gradients": 4 * numbers - 2 * copied * one_pass,
+        "gradients sent": 0
+        if alone or not settings["kernels"]
+        else numbers * (2 if settings["compress_gradients"] else 4),
         "activations": one + (two - one) * (settings["batch"] - 1),
     }
     beside = parts["gradients"] + parts["activations"]
-    if one_pass and alone:
+    if one_pass:
         beside = max(parts["gradients"], parts["activations"])
+    beside += parts["gradients sent"]
     beside += block + (block_of_two - block) * (settings["batch"] - 1)
     return parts | {"peak": parts["weights"] + parts["Adam"] + parts["EMA"] + beside}
 
@@ -1308,7 +1330,7 @@ def benchmark(
     def ms(a, b):
         return a.elapsed_time(b) if cuda else (b - a) * 1e3
 
-    warmup, first_step, waited, points = min(20, steps), None, 0.0, []
+    warmup, first_step, waited, points = min(20, steps) * shapes, None, 0.0, []
     started = time.perf_counter()
     for step in range(-warmup, steps):
         if step == 0:
@@ -1345,6 +1367,7 @@ def benchmark(
             "accumulate": accumulate, "processes": world, "dtype": settings["dtype"], "kernels": settings["kernels"],
             "compile": settings["compile"], "channels_last": settings["channels_last"],
             "grad_checkpoint": settings["grad_checkpoint"], "steps": steps, "data": "loader" if loader else "synthetic",
+            "shapes": shapes, "graphs": micro_steps.graphed is not None,
             "images_per_s": round(rate, 2), "ms_per_step": round(seconds * 1e3, 2),
             "data_wait_ms": round(waited / steps * 1e3, 2),
             **{f"{name}_ms": round(value, 2) for name, value in parts.items()},

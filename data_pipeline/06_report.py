@@ -14,6 +14,7 @@ take about 20 s and under 300 MB.
 import argparse
 import base64
 import html
+import re
 import sys
 import tarfile
 from collections import Counter
@@ -282,7 +283,7 @@ def read_latents(folder: Path, manifest: dict, picked: list) -> dict[tuple[str, 
     found = {}
     shards = list(dict.fromkeys(shard for shard, _, _ in picked))
     for shard, path in [(s, p) for s in shards for p in sorted(folder.glob(f"{s}*.parquet"))]:
-        if path.stem != shard and not path.stem.startswith(f"{shard}_"):  # of --buckets: one a size
+        if not re.fullmatch(re.escape(shard) + r"(_\d+x\d+)?", path.stem):  # of --buckets: one a size
             continue
         try:
             keys = pq.read_table(path, columns=["image_key", "row"])

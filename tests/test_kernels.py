@@ -309,7 +309,10 @@ def test_processes_share_gradients(dtype):
         found = []
         for K.SharedGradients.BUCKET in (1 << 20, 0):
             net, shared, step = setting(r, True)
-            for _ in range(3):
+            for n in range(3):
+                if n == 1 and len(shared.buckets) == 1:  # a pass that breaks off
+                    shared.arrived(net.out.weight)
+                    shared.reset()
                 for i, x in enumerate(passes(r)):
                     shared.last = i == 2
                     net(x).square().sum().backward()

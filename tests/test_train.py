@@ -253,7 +253,9 @@ def test_latents_of_several_shapes(data, tmp_path):
 
         return backward
 
-    train(wide, tmp_path / "whole", hook=patched("backward", noted))
+    text = train(wide, tmp_path / "whole", hook=patched("backward", noted))
+    assert "shapes: 3; too rare for a step of 4 in this run: none" in text
+    assert "this run: 10 x 6" in train(wide, tmp_path / "short", "--max_steps", 4)  # of the rarest, three are due
     shapes = record.read_text().split("\n")[:-1]
     assert len(shapes) == 12 and set(shapes) == {f"(4, 4, {h}, {w})" for h, w in sides}
     train(wide, tmp_path / "cut", hook=killed_in(8), expect=-signal.SIGKILL)
