@@ -482,7 +482,7 @@ class FusedStep:
         weights. If the norm is not finite, nothing happens, and skipped() is to be called. It waits for nothing."""
         grads = self.gradients()
         for i, (p, g) in enumerate(zip(self.parameters, grads)):
-            if _strides(g) != _strides(p) or g.data_ptr() % 16:  # a gradient in DDP's buckets may lie anywhere
+            if _strides(g) != _strides(p) or g.data_ptr() % 16:  # a slice of another gradient may lie anywhere
                 grads[i] = torch.empty_like(p, dtype=g.dtype).copy_(g)
         addresses = torch.tensor([[g.data_ptr() for g in grads], [g.dtype == torch.bfloat16 for g in grads]])
         if self.table.is_cuda:
