@@ -1,0 +1,110 @@
+"""Our sampling and the diffusers library's, one after the other on one NVIDIA GPU: SD 1.5's UNet under guidance, DDIM.
+
+    python benchmarks/sample_bench.py --pictures 1 --mode reduce-overhead     # the compiled peer at its best for one
+    python benchmarks/sample_bench.py --pictures 16
+
+512 px, bf16, random weights, cuDNN's search on both sides. Each side runs in a process of its own: ours, peer, ours.
+The last line is JSON with the ratio of UNet evaluations a second. The peer needs `pip install diffusers`.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+
+import torch
+from train_bench import ROOT, last_json
+
+SIDE, CFG, DTYPE = 64, 7.5, torch.bfloat16  # of latents; guidance
+
+
+def ours(pictures: int, steps: int) -> dict:
+    """SD_ImageGen's own benchmark."""
+    sys.path.insert(0, str(ROOT))
+    import SD_ImageGen
+    import SD_Kernels
+    import SD_Model
+
+    device = torch.device("cuda", 0)
+    unet = SD_ImageGen.fast(SD_Model.UNet(zero_init="none").eval().requires_grad_(False), device, DTYPE)
+    vae = SD_Model.VAE().eval().requires_grad_(False)
+    if isinstance(unet, SD_Kernels.FusedUNet):
+        SD_Kernels.apply(vae)
+    context = torch.randn(77, 768, device=device, dtype=DTYPE)
+    settings = argparse.Namespace(benchmark=steps, batch=pictures, cfg=CFG)
+    return SD_ImageGen.benchmark(unet, vae, context, settings, (4, SIDE, SIDE), device, DTYPE)
+
+
+@torch.inference_mode()
+def peer(pictures: int, steps: int, mode: str) -> dict:
+    """The library's UNet with fused q, k, v, compiled as a whole, in channels_last, and its DDIM scheduler."""
+    from diffusers import DDIMScheduler, UNet2DConditionModel
+
+    with torch.device("cuda"):
+        unet = UNet2DConditionModel(
+            sample_size=SIDE, in_channels=4, out_channels=4, layers_per_block=2, attention_head_dim=8,
+            block_out_channels=(320, 640, 1280, 1280), cross_attention_dim=768,
+            down_block_types=("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
+            up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
+        ).to(DTYPE, memory_format=torch.channels_last).eval()  # fmt: skip
+    unet.fuse_qkv_projections()
+    if mode != "eager":
+        unet = torch.compile(unet, mode=mode, fullgraph=True)
+    scheduler = DDIMScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, set_alpha_to_one=False,
+        steps_offset=1,
+    )  # fmt: skip
+    context = torch.randn(2 * pictures, 77, 768, device="cuda", dtype=DTYPE)
+
+    def sample(steps: int):
+        scheduler.set_timesteps(steps, device="cuda")
+        x = torch.randn(pictures, 4, SIDE, SIDE, device="cuda", dtype=DTYPE)
+        for t in scheduler.timesteps:
+            null, text = unet(torch.cat([x, x]), t, context, return_dict=False)[0].chunk(2)
+            x = scheduler.step(null + CFG * (text - null), t, x, return_dict=False)[0]
+        torch.cuda.synchronize()
+
+    started = time.perf_counter()
+    sample(5)
+    first = time.perf_counter() - started
+    sample(5)
+    started = time.perf_counter()
+    sample(steps)
+    step = (time.perf_counter() - started) / steps
+    return {"batch": pictures, "steps": steps, "ms_per_step": round(step * 1e3, 3), "mode": mode,
+            "evaluations_per_s": round(2 * pictures / step, 1), "first_steps_s": round(first, 2),
+            "card": torch.cuda.get_device_name(), "torch": torch.__version__}  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pictures", type=int, default=16, help="at once")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--mode", choices=["default", "reduce-overhead", "max-autotune", "eager"], default="default",
+                        help="of torch.compile, for the peer")  # fmt: skip
+    parser.add_argument("--side", choices=["ours", "peer"], help=argparse.SUPPRESS)  # a process of one side
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("error: an NVIDIA GPU was wanted, and torch finds none; run this on one", file=sys.stderr)
+        raise SystemExit(2)
+    if args.side:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cudnn.benchmark = True
+        row = ours(args.pictures, args.steps) if args.side == "ours" else peer(args.pictures, args.steps, args.mode)
+        return print(json.dumps(row))
+    rows = {"ours": [], "peer": []}
+    for side in ("ours", "peer", "ours"):
+        command = [sys.executable, __file__, "--pictures", str(args.pictures), "--steps", str(args.steps)]
+        rows[side].append(last_json([*command, "--mode", args.mode, "--side", side]))
+        print(side, json.dumps(rows[side][-1]), flush=True)
+    rate = {side: statistics.mean(row["evaluations_per_s"] for row in rows[side]) for side in rows}
+    print(json.dumps({
+        "pictures": args.pictures, "mode": args.mode, "card": rows["peer"][0]["card"],
+        **{f"{side}_evaluations_per_s": round(r, 1) for side, r in rate.items()},
+        "ratio": round(rate["ours"] / rate["peer"], 3),
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
