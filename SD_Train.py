@@ -527,7 +527,7 @@ def wrap(denoiser: Denoiser, settings: dict, world: int) -> nn.Module:
         gradient_as_bucket_view=True,
         broadcast_buffers=False,
     )
-    if settings["compress_gradients"]:
+    if settings["compress_gradients"] and device.type == "cuda":  # a run from GPUs may go on elsewhere
         ddp.register_comm_hook(None, bf16_compress_hook)
     return ddp
 
@@ -918,6 +918,8 @@ def main(argv=None):
     # Networks and data. Fresh weights are drawn on the CPU from the seed, so that every device and rank starts alike.
     torch.manual_seed(settings["seed"])
     unet = UNet(PRESETS[settings["model"]]["unet"], settings["zero_init"])
+    if args.compress_gradients and device.type != "cuda":
+        raise InputError(f"--compress_gradients wants NVIDIA GPUs, found {device}; drop the flag")
     if args.kernels and not SD_Kernels.available(device):
         raise InputError(f"--kernels wants an NVIDIA GPU of 2020 or later and Triton, found {device}; drop the flag")
     if args.kernels is None:  # also on resume, which may be on another machine

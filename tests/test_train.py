@@ -970,6 +970,7 @@ def refused(data: Path, out: Path, *more, mentions: str):
         (("--resume", "no/such/checkpoint"), "--resume wants a whole checkpoint"),
         (("--vae", "no/such/vae"), "no/such/vae"),
         (("--size", "128"), "latents of 128 px were wanted"),
+        (("--compress_gradients",), "--compress_gradients wants NVIDIA GPUs"),
         (("--model", "tiny"), "attends to a context 64 wide"),
         (("--lr", "nan"), "--lr wants"),
         (("--batch", "0"), "--batch wants"),
