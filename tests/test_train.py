@@ -208,6 +208,46 @@ def test_a_pass_that_cannot_be_recorded_goes_on_without_graphs(data, plain, tmp_
     assert_equal_runs(plain, tmp_path / "run")
 
 
+def recording(lying: bool):
+    """A hook: passes are "recorded" as CUDA graphs are, and run again at each replay; lying: gradients are doubled."""
+
+    class Graph:
+        def pool(self):
+            return "memory"
+
+        def replay(self):
+            steps = self.function.func.__self__  # whose first pass overwrites the gradients
+            if self.first:
+                SD_Kernels.forget_gradients(steps.parameters)
+            self.out.copy_(self.function())
+            if lying:
+                torch._foreach_mul_([p.grad for p in steps.parameters], 2)
+
+    def record(graph, function, pool=None):
+        graph.function, graph.first, graph.out = function, pool is None, function()
+        return graph.out
+
+    def hook(*_):
+        SD_Train.graphs_run, torch.cuda.CUDAGraph = lambda *_: True, Graph
+        SD_Kernels._record, SD_Kernels._warm_up = record, lambda function: [function() for _ in range(2)]
+        torch.cuda.synchronize = lambda: None
+
+    return hook
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_recorded_passes_train_as_plain_ones(accumulate, data, tmp_path):
+    """The calls of a step's graphs, first, middle and last, on a CPU; graphs that give other numbers are not used."""
+    more = ("--batch", 2, "--accumulate", accumulate, "--max_steps", 4)
+    train(data, tmp_path / "plain", *more)
+    assert "without CUDA graphs" not in train(data, tmp_path / "recorded", *more, hook=recording(lying=False))
+    assert "graphs (the recorded pass gave other numbers" in train(
+        data, tmp_path / "lying", *more, hook=recording(lying=True)
+    )
+    assert_equal_runs(tmp_path / "plain", tmp_path / "recorded")
+    assert_equal_runs(tmp_path / "plain", tmp_path / "lying")
+
+
 @pytest.mark.parametrize("world", [1, 3])
 def test_two_ranks_resume_on_another_number(world, data, tmp_path):
     """The next unseen image comes next, and the global batch of 12 stays."""
