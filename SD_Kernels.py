@@ -419,6 +419,15 @@ def forget_gradients(parameters):
             p.copy_bf16.gradient = None
 
 
+def gradient_norm(parameters, shared: "SharedGradients | None") -> torch.Tensor:
+    """Of all gradients together, fp32; with `shared`, of those that processes have added up. InputError if a weight has
+    none."""
+    if shared is not None:
+        return _total_norm([bucket.flat for bucket in shared.buckets])
+    check_all_trained(parameters)
+    return _total_norm([_gradient(p) for p in parameters])
+
+
 class FusedStep:
     """Clipping, AdamW and the average of the weights in one pass over memory: 36 bytes a parameter instead of 48.
 
@@ -474,7 +483,7 @@ class FusedStep:
     @torch.no_grad()
     def norm(self) -> torch.Tensor:
         """Of all gradients together, fp32."""
-        return _total_norm(self.gradients() if self.shared is None else [b.flat for b in self.shared.buckets])
+        return gradient_norm(self.parameters, self.shared)
 
     @torch.no_grad()
     def step(self, lr: float, norm: torch.Tensor, limit: float, decay: float):
@@ -1037,7 +1046,7 @@ class GraphedBackward:
             raise failure or RuntimeError("another process could not record its pass")
         for kind in self.kinds:
             self.graphs[kind][0].replay()
-        found = self.graphs[self.kinds[-1]][1], self._norm()
+        found = self.graphs[self.kinds[-1]][1], gradient_norm(self.parameters, self.shared)
         if not self._all(all(torch.allclose(a, b, 0.02, 1e-6, equal_nan=True) for a, b in zip(found, expected))):
             raise RuntimeError("the recorded pass gave other numbers than the pass itself")
 
@@ -1054,10 +1063,4 @@ class GraphedBackward:
         forget_gradients(self.parameters)
         for _, last in self.kinds:
             out = self.function(*self.static, last=last)
-        return out.clone(), self._norm()
-
-    def _norm(self) -> torch.Tensor:
-        if self.shared is not None:
-            return _total_norm([bucket.flat for bucket in self.shared.buckets])
-        check_all_trained(self.parameters)
-        return _total_norm([_gradient(p) for p in self.parameters])
+        return out.clone(), gradient_norm(self.parameters, self.shared)

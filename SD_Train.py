@@ -973,7 +973,7 @@ def main(argv=None):
 
     if args.benchmark:
         text_encoder.to(device).eval()
-        loader = loader_of(0, args.benchmark + min(20, args.benchmark) * len(train.shapes))
+        loader = loader_of(0, args.benchmark + warm_up_steps(args.benchmark, len(train.shapes)))
         return benchmark(
             args.benchmark, settings, denoiser, schedule, memory, device, rank, world, loader, text_of,
             len(train.shapes),
@@ -1305,6 +1305,11 @@ def dry_run(out: Path, settings, denoiser, text_encoder, total: int, global_batc
     print(f"learning rate: {path}")
 
 
+def warm_up_steps(steps: int, shapes: int) -> int:
+    """Of benchmark: for each shape of latents, kernels are compiled and algorithms chosen."""
+    return min(20, steps) * shapes
+
+
 def benchmark(
     steps: int, settings, denoiser, schedule, memory, device, rank, world, loader=None, text_of=None, shapes=1
 ):
@@ -1332,7 +1337,7 @@ def benchmark(
     def ms(a, b):
         return a.elapsed_time(b) if cuda else (b - a) * 1e3
 
-    warmup, first_step, waited, points = min(20, steps) * shapes, None, 0.0, []
+    warmup, first_step, waited, points = warm_up_steps(steps, shapes), None, 0.0, []
     started = time.perf_counter()
     for step in range(-warmup, steps):
         if step == 0:

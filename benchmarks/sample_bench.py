@@ -14,7 +14,7 @@ import sys
 import time
 
 import torch
-from train_bench import ROOT, last_json
+from train_bench import ROOT, last_json, peer_unet, want_gpu
 
 SIDE, CFG, DTYPE = 64, 7.5, torch.bfloat16  # of latents; guidance
 
@@ -39,15 +39,9 @@ def ours(pictures: int, steps: int) -> dict:
 @torch.inference_mode()
 def peer(pictures: int, steps: int, mode: str) -> dict:
     """The library's UNet with fused q, k, v, compiled as a whole, in channels_last, and its DDIM scheduler."""
-    from diffusers import DDIMScheduler, UNet2DConditionModel
+    from diffusers import DDIMScheduler
 
-    with torch.device("cuda"):
-        unet = UNet2DConditionModel(
-            sample_size=SIDE, in_channels=4, out_channels=4, layers_per_block=2, attention_head_dim=8,
-            block_out_channels=(320, 640, 1280, 1280), cross_attention_dim=768,
-            down_block_types=("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
-            up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
-        ).to(DTYPE, memory_format=torch.channels_last).eval()  # fmt: skip
+    unet = peer_unet(8 * SIDE).to(DTYPE, memory_format=torch.channels_last).eval()
     unet.fuse_qkv_projections()
     if mode != "eager":
         unet = torch.compile(unet, mode=mode, fullgraph=True)
@@ -85,9 +79,7 @@ def main():
                         help="of torch.compile, for the peer")  # fmt: skip
     parser.add_argument("--side", choices=["ours", "peer"], help=argparse.SUPPRESS)  # a process of one side
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("error: an NVIDIA GPU was wanted, and torch finds none; run this on one", file=sys.stderr)
-        raise SystemExit(2)
+    want_gpu()
     if args.side:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         torch.backends.cudnn.benchmark = True

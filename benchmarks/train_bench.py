@@ -22,19 +22,31 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def peer_step(size: int, batch: int, how: str):
-    """One training step of the peer as a function without arguments. how: eager, compiled or checkpointed."""
+def peer_unet(size: int):
+    """The library's UNet with SD 1.5's configuration, for so many pixels a side."""
     from diffusers import UNet2DConditionModel
 
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    torch.backends.cudnn.benchmark = True
     with torch.device("cuda"):
-        unet = UNet2DConditionModel(
+        return UNet2DConditionModel(
             sample_size=size // 8, in_channels=4, out_channels=4, layers_per_block=2, attention_head_dim=8,
             block_out_channels=(320, 640, 1280, 1280), cross_attention_dim=768,
             down_block_types=("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
             up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
-        ).train()  # fmt: skip
+        )  # fmt: skip
+
+
+def want_gpu():
+    if not torch.cuda.is_available():
+        print("error: an NVIDIA GPU was wanted, and torch finds none; run this on one", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def peer_step(size: int, batch: int, how: str):
+    """One training step of the peer as a function without arguments. how: eager, compiled or checkpointed."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True
+    unet = peer_unet(size).train()
+    with torch.device("cuda"):
         latents, text = torch.randn(batch, 4, size // 8, size // 8), torch.randn(batch, 77, 768)
     if how == "checkpointed":
         unet.enable_gradient_checkpointing()
@@ -93,9 +105,7 @@ def main():
     parser.add_argument("--side", choices=["peer"], help=argparse.SUPPRESS)  # the peer's own process
     parser.add_argument("ours", nargs="*", help="flags for our side, after --")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("error: an NVIDIA GPU was wanted, and torch finds none; run this on one", file=sys.stderr)
-        raise SystemExit(2)
+    want_gpu()
     if args.side:
         return print(json.dumps(time_peer(peer_step(args.size, args.batch, args.peer), args.batch, args.steps)))
     common = ["--size", str(args.size), "--batch", str(args.batch)]

@@ -1,11 +1,11 @@
 """SD_Kernels.py against the plain network: on CPU through Triton's interpreter, on an NVIDIA GPU as they run there."""
 
 import copy
+import io
 import os
 import pickle
 import subprocess
 import sys
-import traceback
 from pathlib import Path
 
 import pytest
@@ -303,9 +303,7 @@ def test_processes_share_gradients(dtype):
         averages = {p: p.detach().clone() for p in net.parameters()}
         return net, shared, K.FusedStep(optimizer, averages, [net.conv.weight], True, shared)
 
-    def rank(r, port, send):
-        os.environ.update(RANK=str(r), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        torch.distributed.init_process_group("gloo")
+    def rank(r):
         found = []
         for K.SharedGradients.BUCKET in (1 << 20, 0):
             net, shared, step = setting(r, True)
@@ -319,22 +317,9 @@ def test_processes_share_gradients(dtype):
                 shared.finish()
                 found.append(torch.cat([g.float().flatten() for g in step.gradients()] + [step.norm()[None]]))
             found[-1] = torch.cat([found[-1], torch.tensor([float(len(shared.buckets))])])
-        os.write(send, pickle.dumps([f.tolist() for f in found]))
-        torch.distributed.barrier()
+        return pickle.dumps([f.tolist() for f in found])
 
-    port, (receive, send) = micro.free_port(), os.pipe()
-    pids = []
-    for r in range(2):
-        pids.append(os.fork())
-        if pids[-1] == 0:
-            try:
-                rank(r, port, send)
-            except Exception:
-                traceback.print_exc()
-            finally:
-                os._exit(0)
-    [os.waitpid(pid, 0) for pid in pids]
-    os.close(send)
+    sums = io.BytesIO(micro.fork_ranks(rank))
     net, _, step = setting(0, False)
     for r in range(2):
         for x in passes(r):
@@ -342,14 +327,13 @@ def test_processes_share_gradients(dtype):
     grads = step.gradients()
     assert grads[0].dtype == torch.float32 and net.conv.weight.grad is None
     expected = torch.cat([g.flatten() for g in grads] + [step.norm()[None]])
-    with os.fdopen(receive, "rb") as f:
-        for _ in range(2):
-            found = pickle.load(f)
-            assert [len(x) - len(expected) for x in found] == [0, 0, 1, 0, 0, 1]
-            assert (found[2].pop(), found[5].pop()) == (1, 4)
-            for x in found:
-                error = (torch.tensor(x) - expected).norm() / expected.norm()
-                assert error < 1e-6 if dtype == torch.float32 else 1e-4 < error < 1e-2
+    for _ in range(2):
+        found = pickle.load(sums)
+        assert [len(x) - len(expected) for x in found] == [0, 0, 1, 0, 0, 1]
+        assert (found[2].pop(), found[5].pop()) == (1, 4)
+        for x in found:
+            error = (torch.tensor(x) - expected).norm() / expected.norm()
+            assert error < 1e-6 if dtype == torch.float32 else 1e-4 < error < 1e-2
 
 
 def test_every_kernel_compiles_for_a_gpu():

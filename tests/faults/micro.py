@@ -119,6 +119,29 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def fork_ranks(function, count: int = 2) -> bytes:
+    """What function(rank) returns in that many processes of one gloo group, one after another. Each ends at once, as a
+    DDP that outlives its group can hang."""
+    port, (receive, send) = free_port(), os.pipe()
+    pids = []
+    for rank in range(count):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            try:
+                os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+                torch.distributed.init_process_group("gloo")
+                os.write(send, function(rank))
+                torch.distributed.barrier()
+            except Exception:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+    [os.waitpid(pid, 0) for pid in pids]
+    os.close(send)
+    with os.fdopen(receive, "rb") as f:
+        return f.read()
+
+
 def start(argv: list[str], output: Path, hook=None, curves=False, limit=120, **environment) -> int:
     """Run SD_Train's command line in a forked process, which spares the imports; returns its id.
 
