@@ -19,6 +19,7 @@ SD_Model.py is the reference, imports nothing from here, and runs wherever these
 Ampere, machines without Triton, dropout above zero).
 """
 
+import os
 from functools import partial
 
 import torch
@@ -330,6 +331,18 @@ if triton is not None:
             tl.store(to + 2 * C, tl.load(x3 + at, mask=mask), mask=mask)
 
     @rows_vary
+    def _add_parts(own, others, total, squares, N, P: tl.constexpr, BLOCK: tl.constexpr):
+        """total [N] = own [N] + each of others [P, N], in fp32 inside, and squares [N / BLOCK] sums of its squares."""
+        i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        v = tl.load(own + i).to(tl.float32)
+        for p in range(P):
+            v += tl.load(others + p * N + i).to(tl.float32)
+        v = v.to(total.dtype.element_ty)
+        tl.store(total + i, v)
+        v = v.to(tl.float32)
+        tl.store(squares + tl.program_id(0), tl.sum(v * v, 0))
+
+    @rows_vary
     def _column_sums(x, part, N, C, BR: tl.constexpr, BC: tl.constexpr, STEPS: tl.constexpr):
         """part [programs, C]: sums over a program's rows."""
         c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -423,7 +436,7 @@ def gradient_norm(parameters, shared: "SharedGradients | None") -> torch.Tensor:
     """Of all gradients together, fp32; with `shared`, of those that processes have added up. InputError if a weight has
     none."""
     if shared is not None:
-        return _total_norm([bucket.flat for bucket in shared.buckets])
+        return shared.way.norm()
     check_all_trained(parameters)
     return _total_norm([_gradient(p) for p in parameters])
 
@@ -511,20 +524,176 @@ class FusedStep:
 
 
 class Bucket:
-    """Weights whose gradients travel between processes together: flat memory, and a view for each, which lies as the
-    weight does."""
+    """Weights whose gradients travel between processes together: flat memory to send from and flat memory for the sums,
+    which may be one, and in both a view for each weight, which lies as the weight does."""
 
     def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype):
-        starts, size = [], 0
+        """dtype: of what is sent."""
+        self.parameters, self.dtype, self.missing, self.starts, self.size = parameters, dtype, len(parameters), [], 0
         for p in parameters:
-            starts.append(size)
-            size += -(-p.numel() // 8) * 8  # each begins at a multiple of 16 bytes
-        self.parameters, self.missing = parameters, len(parameters)
-        self.flat = torch.zeros(size, dtype=dtype, device=parameters[0].device)
-        self.views = []
-        for p, start in zip(parameters, starts):
+            self.starts.append(self.size)
+            self.size += -(-p.numel() // 8) * 8  # each begins at a multiple of 16 bytes
+
+    def lay(self, flat: torch.Tensor, sums: torch.Tensor):
+        self.flat, self.sums = flat, sums
+        self.views, self.sum_views = [], []
+        for p, start in zip(self.parameters, self.starts):
             like = _gradient(p) if _strides(_gradient(p)) == _strides(p) else p  # to the letter, one kernel copies many
-            self.views.append(self.flat.as_strided(p.shape, like.stride(), start))
+            for memory, views in ((flat, self.views), (sums, self.sum_views)):
+                views.append(memory.as_strided(p.shape, like.stride(), memory.storage_offset() + start))
+
+    def fill(self) -> list[torch.Tensor]:
+        """With the gradients, which are returned: whoever drops them gives their memory to what comes next."""
+        grads = [_gradient(p) for p in self.parameters]
+        torch._foreach_copy_(self.views, grads)
+        forget_gradients(self.parameters)
+        return grads
+
+
+class AllReduce:
+    """Adds up buckets over processes by the process group's own all-reduce, in the dtype they are sent in."""
+
+    BUCKET = 32 << 20  # numbers
+    extra_bytes = 0  # of memory that torch's allocator does not know
+
+    def __init__(self, buckets: list[Bucket], dtype: torch.dtype):
+        self.works, self.buckets = [], buckets
+        for b in buckets:
+            flat = torch.zeros(b.size, dtype=b.dtype, device=b.parameters[0].device)
+            b.lay(flat, flat)
+
+    def send(self, bucket: Bucket):
+        bucket.fill()
+        self.works.append(dist.all_reduce(bucket.flat, async_op=True))
+
+    def wait(self):
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+
+    def norm(self) -> torch.Tensor:
+        """Of all sums together, fp32."""
+        return _total_norm([b.sums for b in self.buckets])
+
+    def reset(self):
+        self.works.clear()
+
+
+def _symmetric_memory(size: int, device: torch.device):
+    """So many bytes on each process's GPU, and torch's handle by which each reaches those of all."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    memory = symmetric.empty(size, dtype=torch.uint8, device=device)
+    return memory, symmetric.rendezvous(memory, dist.group.WORLD.group_name)
+
+
+class PeerCopies:
+    """Adds up buckets over the processes of one machine, whose GPUs read each other's memory with their copy engines:
+    products and convolutions keep all multiprocessors, of which NCCL's kernels hold some.
+
+    A bucket has a part for each process. Each process copies its part from all others, adds them up in fp32, and
+    copies the other parts' sums from those who made them. All have the same bits.
+    """
+
+    BUCKET = 8 << 20  # numbers; the last ones' way is what the backward pass does not hide
+    BLOCK = 1024
+    TIMEOUT_MS = 600_000  # NCCL's too; after it the waiting kernel fails
+
+    @staticmethod
+    def possible(device: torch.device) -> bool:
+        """Whether torchrun started all processes on this machine, and this one's GPU reaches those of the others."""
+        world = dist.get_world_size()
+        here = device.type == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == world
+        if not here or torch.cuda.device_count() < world:
+            return False
+        return all(torch.cuda.can_device_access_peer(device, i) for i in range(world) if i != device.index)
+
+    def __init__(self, buckets: list[Bucket], dtype: torch.dtype):
+        """dtype: of the sums. RuntimeError if the memory is not to be had."""
+        device, self.rank, self.world = buckets[0].parameters[0].device, dist.get_rank(), dist.get_world_size()
+        self.stream = torch.cuda.Stream() if device.type == "cuda" else None
+        unit, places, self.extra_bytes, self.kept = self.world * self.BLOCK, [], 0, []
+        for b in buckets:
+            b.padded = -(-b.size // unit) * unit
+            for kind in (b.dtype, dtype):
+                places.append((b.padded, kind, self.extra_bytes // kind.itemsize))
+                self.extra_bytes += b.padded * kind.itemsize
+        self.memory, self.handle = _symmetric_memory(self.extra_bytes, device)
+        self.memory.zero_()
+        views = iter([[self.handle.get_buffer(r, (n,), *at) for r in range(self.world)] for n, *at in places])
+        for b in buckets:
+            b.flats, b.all_sums = next(views), next(views)
+            b.lay(b.flats[self.rank], b.all_sums[self.rank])
+        largest = max(b.padded for b in buckets) // self.world
+        kinds = {b.dtype for b in buckets}
+        self.parts = {k: torch.empty((self.world - 1) * largest, dtype=k, device=device) for k in kinds}
+        sizes = [b.padded // unit for b in buckets]
+        self.squares = torch.zeros(sum(sizes), device=device)  # of this process's parts' sums
+        for b, squares in zip(buckets, self.squares.split(sizes)):
+            b.squares = squares
+        if not self._adds_up(buckets):
+            raise RuntimeError("what was copied from the other GPUs' memory adds up to something else")
+
+    def _adds_up(self, buckets: list[Bucket]) -> bool:
+        """Whether, in all processes, it gives what an all-reduce gives."""
+        fine, tried = True, {b.dtype: b for b in buckets}.values()
+        for b in tried:
+            b.flat.copy_((torch.arange(b.padded, device=b.flat.device) % 251 - 125) * (self.rank + 1))
+            expected = b.flat.to(torch.float32, copy=True)
+            dist.all_reduce(expected)
+            self._add_up(b)
+            self.wait()
+            fine &= torch.allclose(b.sums.float(), expected, rtol=0.01)
+        fine = _agreed(fine, self.memory.device)  # after which nobody reads these any more
+        for b in tried:
+            b.flat.zero_(), b.sums.zero_()
+        return fine
+
+    def _barrier(self):
+        self.handle.barrier(0, self.TIMEOUT_MS)
+
+    def send(self, bucket: Bucket):
+        if self.stream:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            self.kept += bucket.fill()
+            self._add_up(bucket)
+
+    def _add_up(self, bucket: Bucket):
+        n, r = bucket.padded // self.world, self.rank
+        others = [(r + i) % self.world for i in range(1, self.world)]  # each process begins with another
+        parts, mine = self.parts[bucket.dtype], slice(r * n, (r + 1) * n)
+        self._barrier()  # all have filled theirs
+        for i, other in enumerate(others):
+            parts[i * n : (i + 1) * n].copy_(bucket.flats[other][mine])
+        _add_parts[(n // self.BLOCK,)](
+            bucket.flat[mine], parts, bucket.sums[mine], bucket.squares, n, P=self.world - 1, BLOCK=self.BLOCK
+        )
+        self._barrier()  # all parts are added up
+        for other in others:
+            theirs = slice(other * n, (other + 1) * n)
+            bucket.sums[theirs].copy_(bucket.all_sums[other][theirs])
+
+    def wait(self):
+        if self.stream:
+            torch.cuda.current_stream().wait_stream(self.stream)
+        self.kept.clear()  # not before, as another stream reads them
+
+    def norm(self) -> torch.Tensor:
+        """Of all sums together, fp32."""
+        total = self.squares.sum()
+        dist.all_reduce(total)
+        return total.sqrt()
+
+    def reset(self):
+        self.kept.clear()
+
+
+def _agreed(fine: bool, device: torch.device) -> bool:
+    """Whether that is so in all processes."""
+    fine = torch.tensor(int(fine), device=device)
+    dist.all_reduce(fine, dist.ReduceOp.MIN)
+    return bool(fine)
 
 
 class SharedGradients:
@@ -537,13 +706,11 @@ class SharedGradients:
     gradients, as the time projections of all blocks, being one product, come last.
     """
 
-    BUCKET = 32 << 20  # numbers
-
     @torch.no_grad()
-    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, half=()):
-        """half: the weights that will have bf16 copies."""
-        self.parameters, self.dtype, self.last = parameters, dtype, True
-        self.buckets, self.order, self.works, self.sums = [], {}, [], {}
+    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, half=(), copies: bool = True):
+        """half: the weights that will have bf16 copies. copies: by PeerCopies where that is possible."""
+        self.parameters, self.dtype, self.last, self.copies = parameters, dtype, True, copies
+        self.buckets, self.order, self.way, self.sums = [], {}, None, {}
         half = set(half)
         for p in parameters:
             dist.broadcast(p.data, 0)
@@ -565,13 +732,12 @@ class SharedGradients:
     @torch.no_grad()
     def _send(self, bucket: Bucket):
         bucket.missing = len(bucket.parameters)
-        torch._foreach_copy_(bucket.views, [_gradient(p) for p in bucket.parameters])
-        forget_gradients(bucket.parameters)  # what comes next can use their memory
-        self.works.append(dist.all_reduce(bucket.flat, async_op=True))
+        self.way.send(bucket)
 
     def reset(self):
         """After a pass that broke off."""
-        self.works.clear()
+        if self.way:
+            self.way.reset()
         for bucket in self.buckets:
             bucket.missing = len(bucket.parameters)
 
@@ -582,20 +748,39 @@ class SharedGradients:
             place = {p: i for i, p in enumerate(self.parameters)}
             order = torch.tensor([place[p] for p in self.order], device=self.parameters[0].device)
             dist.broadcast(order, 0)  # all send the same
-            parts, size = [[]], 0
-            for p in (self.parameters[i] for i in order.tolist()):
-                if size > self.BUCKET:
-                    parts, size = [*parts, []], 0
-                parts[-1].append(p)
-                size += p.numel()
-            self.buckets = [Bucket(part, self.dtype) for part in parts]
+            self._choose_way([self.parameters[i] for i in order.tolist()])
             self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-            self.sums = {p: view for b in self.buckets for p, view in zip(b.parameters, b.views)}
+            self.sums = {p: view for b in self.buckets for p, view in zip(b.parameters, b.sum_views)}
             for bucket in self.buckets:
                 self._send(bucket)
-        for work in self.works:
-            work.wait()
-        self.works.clear()
+        self.way.wait()
+
+    @torch.no_grad()
+    def _choose_way(self, order: list[nn.Parameter]):
+        device = order[0].device
+        if _agreed(self.copies and PeerCopies.possible(device), device):
+            rounded = self.dtype == torch.bfloat16
+            kind = (lambda p: self.dtype) if rounded else (lambda p: _gradient(p).dtype)
+            self.buckets = self._cut(order, kind, PeerCopies.BUCKET)
+            try:
+                self.way = PeerCopies(self.buckets, self.dtype)
+            except RuntimeError as e:
+                print(f"note: gradients go by NCCL's kernels, not by copies ({str(e).splitlines()[0]})", flush=True)
+        if not _agreed(self.way is not None, device):
+            self.buckets = self._cut(order, lambda p: self.dtype, AllReduce.BUCKET)
+            self.way = AllReduce(self.buckets, self.dtype)
+
+    @staticmethod
+    def _cut(order: list[nn.Parameter], dtype_of, size: int) -> list[Bucket]:
+        """Buckets of one dtype each, somewhat larger than `size`, in the order in which they are full."""
+        full, begun = [], {}
+        for p in order:
+            kind = dtype_of(p)
+            part = begun.setdefault(kind, [])
+            part.append(p)
+            if sum(q.numel() for q in part) > size:
+                full.append((begun.pop(kind), kind))
+        return [Bucket(part, kind) for part, kind in full + [(part, kind) for kind, part in begun.items()]]
 
 
 class _Half(torch.autograd.Function):
@@ -1052,11 +1237,7 @@ class GraphedBackward:
 
     def _all(self, fine: bool) -> bool:
         """Whether that is so in all processes."""
-        if self.shared is None:
-            return fine
-        fine = torch.tensor(int(fine), device=self.static[0].device)
-        dist.all_reduce(fine, dist.ReduceOp.MIN)
-        return bool(fine)
+        return fine if self.shared is None else _agreed(fine, self.static[0].device)
 
     def _step(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The passes of a step, not recorded, all on the same inputs: the last one's result, the gradients' norm."""

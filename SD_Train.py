@@ -131,7 +131,7 @@ DEFAULTS = dict(
     train_text_encoder=False, text_lr=0.1, prediction="epsilon", zero_terminal_snr=False, zero_init="all",
     weighting="min_snr", offset_noise=0.0, lr_schedule="cosine", beta1=0.9, beta2=0.999, clip=1.0, adaptive_clip=0.0,
     latent_fraction=1.0, seed=0, max_steps=None,
-    grad_checkpoint="none", kernels=None, compile=False, compress_gradients=False,
+    grad_checkpoint="none", kernels=None, compile=False, compress_gradients=False, peer_copies=True,
     dtype=None, channels_last=None, save_steps=1000, keep_last=3, keep_every=0,
     val_steps=500, val_images=256, sample_steps=1000, sample_prompts=None, sample_cfg=7.5, log_steps=10,
     max_skipped=10, wandb="auto",
@@ -139,8 +139,8 @@ DEFAULTS = dict(
 # What --resume may change; the rest must stay as the run began.
 CHANGEABLE = set(
     "dataset latents data_root vae text_encoder tokenizer max_steps epochs lr batch accumulate grad_checkpoint kernels "
-    "compile compress_gradients dtype channels_last save_steps keep_last keep_every val_steps val_images sample_steps "
-    "sample_prompts sample_cfg log_steps max_skipped wandb".split()
+    "compile compress_gradients peer_copies dtype channels_last save_steps keep_last keep_every val_steps val_images "
+    "sample_steps sample_prompts sample_cfg log_steps max_skipped wandb".split()
 )
 SMALL_VAE = 64 << 20  # bytes; a VAE up to this goes into each checkpoint, a larger one by name and hash
 ROOM = 4 << 30  # bytes for validation and sample grids, which cannot use the memory that graphs hold
@@ -214,6 +214,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--no_kernels", dest="kernels", action="store_false", default=None)
     g.add_argument("--compile", help="instead: torch.compile of each residual block and transformer", **on)
     g.add_argument("--compress_gradients", help="average gradients over GPUs in bf16: half the traffic, rounded", **on)
+    g.add_argument("--no_peer_copies", dest="peer_copies", action="store_false", default=None,
+                   help="NCCL shares gradients, also where GPUs reach each other's memory")  # fmt: skip
     g.add_argument("--channels_last", help="memory format; default on CUDA", **on)
     g.add_argument("--contiguous", dest="channels_last", action="store_false", default=None)
 
@@ -379,7 +381,7 @@ class Update:
             copied = SD_Kernels.multiplied(denoiser) if copies_weights(settings) else ()
             if world > 1:
                 sums = torch.bfloat16 if settings["compress_gradients"] else torch.float32
-                self.shared = SD_Kernels.SharedGradients(self.parameters, sums, copied)
+                self.shared = SD_Kernels.SharedGradients(self.parameters, sums, copied, settings["peer_copies"])
             self.fused = SD_Kernels.FusedStep(
                 optimizer, dict(zip(self.parameters, self.averages)), copied, settings["accumulate"] > 1, self.shared
             )
@@ -1254,16 +1256,19 @@ def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncode
     numbers = count_parameters(denoiser)[1]
     frozen = 0 if text_encoder is None or denoiser.text_encoder is not None else count_parameters(text_encoder)[1]
     copied = sum(p.numel() for p in SD_Kernels.multiplied(denoiser)) if copies_weights(settings) else 0
-    one_pass, alone = settings["accumulate"] == 1, int(os.environ.get("WORLD_SIZE", 1)) == 1
+    one_pass = settings["accumulate"] == 1
+    shared, sums = 0, 2 if settings["compress_gradients"] else 4
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and settings["kernels"]:
+        shared = sums * numbers
+        if settings["peer_copies"]:  # which do not add up in the place they send from
+            shared += sums * numbers - (sums - 2) * copied * one_pass
     (one, block), (two, block_of_two) = (activation_bytes(settings, n, device) for n in (1, 2))  # linear in the batch
     parts = {
         "weights": 4 * (numbers + frozen) + 2 * copied,
         "Adam": 8 * numbers,
         "EMA": 4 * numbers,
         "gradients": 4 * numbers - 2 * copied * one_pass,
-        "gradients sent": 0
-        if alone or not settings["kernels"]
-        else numbers * (2 if settings["compress_gradients"] else 4),
+        "gradients sent": shared,
         "activations": one + (two - one) * (settings["batch"] - 1),
     }
     beside = parts["gradients"] + parts["activations"]
@@ -1368,6 +1373,8 @@ def benchmark(
         "forward_backward": sum(ms(a, b) for a, b, _ in points) / steps,
         "optimizer": sum(ms(b, c) for _, b, c in points) / steps,
     }
+    shared = update.shared
+    extra = shared.way.extra_bytes if shared else 0
     if rank == 0:
         print(json.dumps({
             "benchmark": "train", "model": settings["model"], "size": settings["size"], "batch": micro,
@@ -1380,7 +1387,8 @@ def benchmark(
             **{f"{name}_ms": round(value, 2) for name, value in parts.items()},
             "first_step_s": round(first_step, 2),
             "mfu": round(rate / world * flops / peak, 4) if peak else None,
-            "peak_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
+            "peak_GiB": round((torch.cuda.max_memory_allocated() + extra) / 2**30, 2) if cuda else None,
+            "gradients_by": shared and type(shared.way).__name__,
             "card": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__,
         }))  # fmt: skip
     if world > 1:

@@ -287,13 +287,39 @@ class TwoProducts(nn.Module):
         return self.out(h.mean((2, 3)) + self.conv.bias)
 
 
+class FileMemory:
+    """In the place of torch's handle of symmetric memory: a file for each process, which all of them map."""
+
+    def __init__(self, size: int):
+        paths = [f"/dev/shm/sd_test_{os.environ['MASTER_PORT']}_{r}" for r in range(torch.distributed.get_world_size())]
+        self.of_rank = [torch.from_file(p, shared=True, size=size, dtype=torch.uint8) for p in paths]
+        self.barrier()
+        Path(paths[torch.distributed.get_rank()]).unlink()
+
+    def get_buffer(self, rank, sizes, dtype, storage_offset=0):
+        return self.of_rank[rank].view(dtype)[storage_offset : storage_offset + sizes[0]]
+
+    def barrier(self, channel=0, timeout_ms=0):
+        torch.distributed.barrier()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_processes_share_gradients(dtype):
-    """Two gloo processes with other weights at first, three passes each: the sums of all six passes' gradients, three
-    steps long, whether all weights are one bucket or each its own."""
+@pytest.mark.parametrize("world, count, copies", [(2, 3, False), (2, 3, True), (3, 1, True)])
+@pytest.mark.skipif(DEVICE == "cuda", reason="its processes have no GPU each")
+def test_processes_share_gradients(world, count, copies, dtype, monkeypatch):
+    """gloo processes with other weights at first, several passes each or one, whose gradients come in fp32 or partly in
+    bf16: the sums of all passes' gradients, three steps long, whether all weights are one bucket or each its own, by an
+    all-reduce and by copies of the others' memory."""
+    monkeypatch.setattr(K.PeerCopies, "possible", lambda device: copies)
+
+    def memory(size, device):
+        handle = FileMemory(size)
+        return handle.get_buffer(torch.distributed.get_rank(), (size,), torch.uint8), handle
+
+    monkeypatch.setattr(K, "_symmetric_memory", memory)
 
     def passes(rank):
-        return [randn(4, 3, 6, 6, seed=10 * rank + i, scale=2.0).detach().cpu() for i in range(3)]
+        return [randn(4, 3, 6, 6, seed=10 * rank + i, scale=2.0).detach().cpu() for i in range(count)]
 
     def setting(seed, shared):
         torch.manual_seed(seed)
@@ -301,36 +327,42 @@ def test_processes_share_gradients(dtype):
         shared = K.SharedGradients(list(net.parameters()), dtype, [net.conv.weight]) if shared else None
         optimizer = torch.optim.AdamW([{"params": list(net.parameters()), "lr_scale": 1.0}])
         averages = {p: p.detach().clone() for p in net.parameters()}
-        return net, shared, K.FusedStep(optimizer, averages, [net.conv.weight], True, shared)
+        return net, shared, K.FusedStep(optimizer, averages, [net.conv.weight], not shared or count > 1, shared)
 
     def rank(r):
         found = []
-        for K.SharedGradients.BUCKET in (1 << 20, 0):
+        for K.AllReduce.BUCKET in (1 << 20, 0):
+            K.PeerCopies.BUCKET = K.AllReduce.BUCKET
             net, shared, step = setting(r, True)
             for n in range(3):
                 if n == 1 and len(shared.buckets) == 1:  # a pass that breaks off
                     shared.arrived(net.out.weight)
                     shared.reset()
                 for i, x in enumerate(passes(r)):
-                    shared.last = i == 2
+                    shared.last = i == count - 1
                     net(x).square().sum().backward()
                 shared.finish()
                 found.append(torch.cat([g.float().flatten() for g in step.gradients()] + [step.norm()[None]]))
             found[-1] = torch.cat([found[-1], torch.tensor([float(len(shared.buckets))])])
+        assert type(shared.way) is (K.PeerCopies if copies else K.AllReduce)
         return pickle.dumps([f.tolist() for f in found])
 
-    sums = io.BytesIO(micro.fork_ranks(rank))
+    sums = io.BytesIO(micro.fork_ranks(rank, world))
     net, _, step = setting(0, False)
-    for r in range(2):
+    for r in range(world):
         for x in passes(r):
             net(x).square().sum().backward()
     grads = step.gradients()
     assert grads[0].dtype == torch.float32 and net.conv.weight.grad is None
     expected = torch.cat([g.flatten() for g in grads] + [step.norm()[None]])
-    for _ in range(2):
+    first = None
+    for _ in range(world):
         found = pickle.load(sums)
+        assert first is None or found == first  # to the bit
+        first = [list(x) for x in found]
         assert [len(x) - len(expected) for x in found] == [0, 0, 1, 0, 0, 1]
-        assert (found[2].pop(), found[5].pop()) == (1, 4)
+        kinds = 1 if count > 1 or dtype == torch.bfloat16 else 2
+        assert (found[2].pop(), found[5].pop()) == (kinds, 4)
         for x in found:
             error = (torch.tensor(x) - expected).norm() / expected.norm()
             assert error < 1e-6 if dtype == torch.float32 else 1e-4 < error < 1e-2
