@@ -9,8 +9,8 @@ activations' dtype outside:
 
     group_norm      [concatenate,] [add a vector a sample,] GroupNorm [, SiLU]; backward adds the residual's gradient
     add_layer_norm  add a bias and the residual, LayerNorm; backward adds the residual's gradient and sums the bias's
-    geglu           add a bias, value x GELU(gate)
-    add_bias        add a bias and the residual
+    geglu           add a bias, value x GELU(gate); without gradients on Hopper and later, the product before it too
+    add_bias        add a bias and the residual, or the bias alone
 
 Products that share an input become one: q, k and v; k and v of the text; all residual blocks' time projections.
 Memory is channels_last throughout: [B, C, H, W] lies as [B, H, W, C], so that a feature map is a matrix of pixels.
@@ -32,19 +32,24 @@ from torch.utils.checkpoint import checkpoint
 from SD_Model import (
     VAE,
     CrossAttention,
+    Downsample,
     InputError,
     ResBlock,
     SpatialTransformer,
     TransformerBlock,
     UNet,
     Upsample,
+    VAEAttention,
+    VAEDownsample,
     VAEResBlock,
+    VAEUpsample,
     timestep_embedding,
 )
 
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # a CPU build of torch
     triton = None
 
@@ -64,9 +69,11 @@ def available(device: torch.device) -> bool:
 
 def apply(net: UNet | VAE) -> UNet | VAE:
     """Give a UNet or VAE the fused forward passes below, in place. Parameters, their names and checkpoints stay."""
-    fused = {VAEResBlock: FusedVAEResBlock, nn.GroupNorm: FusedGroupNorm}
+    fused = {VAEResBlock: FusedVAEResBlock, VAEAttention: FusedVAEAttention, nn.GroupNorm: FusedGroupNorm,
+             VAEDownsample: FusedVAEDownsample, VAEUpsample: FusedVAEUpsample}  # fmt: skip
     if isinstance(net, UNet):
-        fused = {UNet: FusedUNet, ResBlock: FusedResBlock, SpatialTransformer: FusedSpatialTransformer}
+        fused = {UNet: FusedUNet, ResBlock: FusedResBlock, SpatialTransformer: FusedSpatialTransformer,
+                 Downsample: FusedDownsample, Upsample: FusedUpsample}  # fmt: skip
     if not isinstance(net, UNet) or net.config.dropout == 0:
         for m in net.modules():
             m.__class__ = fused.get(type(m), type(m))
@@ -311,13 +318,59 @@ if triton is not None:
         tl.store(at, tl.sum(sum_a, 0), mask=c < C)
         tl.store(at + C, tl.sum(sum_g, 0), mask=c < C)
 
+    @triton.jit
+    def _gated(a, g, FAST: tl.constexpr):
+        """a GELU(g), g times the normal distribution up to g: its tail by Abramowitz & Stegun 26.2.17, off by 7.5e-8 at
+        most, as fp32 is; erf's two branches take twice as long. FAST: by the GPU's own reciprocal and power."""
+        z, power = tl.abs(g), g * g * -0.7213475204444817
+        if FAST:
+            t = tl.inline_asm_elementwise(
+                "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + 0.2316418882 * z], tl.float32, True, 1
+            )
+            e = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [power], tl.float32, True, 1)
+        else:
+            t, e = 1.0 / (1.0 + 0.2316418882 * z), tl.exp2(power)
+        tail = (((0.5307027145 * t - 0.7265760135) * t + 0.7107068705) * t - 0.142248368) * t + 0.127414796
+        return a * (tl.maximum(g, 0.0) - z * (tail * t * e))
+
+    @triton.jit(do_not_specialize=["M", "ROWS"])
+    def _geglu_product(x, w, bias, y, M, N, K, ROWS, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                       FAST: tl.constexpr):  # fmt: skip
+        """y [M, N] = value x GELU(gate) of x [M, K] times w [2, N, K] plus bias [2N]. x, w and y are descriptors of
+        tiles for the GPU to copy. A program makes one tile after another, and loads for the next while it finishes one;
+        ROWS rows of tiles are made together, down them first, so that all find the weights in the cache."""
+        across = N // BN
+        for tile in tl.range(tl.program_id(0), tl.cdiv(M, BM) * across, tl.num_programs(0), flatten=True):
+            top = tile // (ROWS * across) * ROWS
+            rows, place = tl.minimum(tl.cdiv(M, BM) - top, ROWS), tile % (ROWS * across)
+            r, c = (top + place % rows) * BM, place // rows * BN
+            both = tl.zeros([BM, 2 * BN], tl.float32)
+            for k in tl.range(0, K // BK):
+                weights = tl.reshape(w.load([0, c, k * BK]), [2 * BN, BK])  # of BN values, then of their gates
+                both = tl.dot(x.load([r, k * BK]), weights.T, both)
+            a, g = tl.split(tl.permute(tl.reshape(both, [BM, 2, BN]), [0, 2, 1]))
+            a += tl.load(bias + c + tl.arange(0, BN)).to(tl.float32)[None, :]
+            g += tl.load(bias + N + c + tl.arange(0, BN)).to(tl.float32)[None, :]
+            y.store([r, c], _gated(a, g, FAST).to(y.dtype))
+
     @rows_vary
-    def _add_bias(a, res, bias, y, N, C, BR: tl.constexpr, BC: tl.constexpr):
+    def _add_bias(a, res, bias, y, N, C, RES: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
         r, c = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.program_id(1) * BC + tl.arange(0, BC)
         mask = (r < N)[:, None] & (c < C)[None, :]
-        v = _tile(a, r, c, C, mask) + _tile(res, r, c, C, mask)
+        v = _tile(a, r, c, C, mask)
+        if RES:
+            v += _tile(res, r, c, C, mask)
         v += tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
         tl.store(y + r[:, None] * C + c[None, :], v.to(y.dtype.element_ty), mask=mask)
+
+    @triton.jit
+    def _softmax(x, y, C, scale, BC: tl.constexpr):
+        """A row of y = softmax(scale x), [rows, C]."""
+        c = tl.arange(0, BC)
+        at = tl.program_id(0).to(tl.int64) * C + c
+        v = tl.load(x + at, mask=c < C, other=float("-inf")).to(tl.float32) * scale
+        v = tl.exp(v - tl.max(v, 0))
+        tl.store(y + at, (v / tl.sum(v, 0)).to(y.dtype.element_ty), mask=c < C)
 
     @rows_vary
     def _pack(x1, x2, x3, y, N, C, P: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
@@ -809,7 +862,8 @@ def _weight(module: nn.Module) -> torch.Tensor:
 
 def multiplied(net: nn.Module) -> list[nn.Parameter]:
     """The weights of a network that _weight() gives to products and convolutions."""
-    blocks = [m for m in net.modules() if isinstance(m, FusedResBlock | FusedSpatialTransformer)]
+    fused = FusedResBlock | FusedSpatialTransformer | FusedDownsample | FusedUpsample
+    blocks = [m for m in net.modules() if isinstance(m, fused)]
     return [m.weight for block in blocks for m in block.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
 
 
@@ -961,9 +1015,10 @@ class _AddBias(torch.autograd.Function):
     def forward(ctx, a, res, bias):
         C = bias.shape[0]
         N = a.numel() // C
-        y = torch.empty_like(res)
-        _launch(_add_bias, (-(-N // BLOCK_R), -(-C // BLOCK_C)), a, res, bias, y, N, C, BR=BLOCK_R, BC=BLOCK_C)
-        ctx.C, ctx.bias_dtype = C, bias.dtype
+        y = torch.empty_like(a if res is None else res)
+        _launch(_add_bias, (-(-N // BLOCK_R), -(-C // BLOCK_C)), a, a if res is None else res, bias, y, N, C,
+                                  RES=res is not None, BR=BLOCK_R, BC=BLOCK_C)  # fmt: skip
+        ctx.C, ctx.bias_dtype, ctx.has_res = C, bias.dtype, res is not None
         return y
 
     @staticmethod
@@ -973,7 +1028,7 @@ class _AddBias(torch.autograd.Function):
         programs, steps = _chunks(N, BLOCK_R)
         part = torch.empty(programs, ctx.C, dtype=torch.float32, device=dy.device)
         _launch(_column_sums, (programs, -(-ctx.C // BLOCK_C)), dy, part, N, ctx.C, BR=BLOCK_R, BC=BLOCK_C, STEPS=steps)
-        return dy, dy, part.sum(0).to(ctx.bias_dtype)
+        return dy, dy if ctx.has_res else None, part.sum(0).to(ctx.bias_dtype)
 
 
 class _SplitHeads(torch.autograd.Function):
@@ -1014,12 +1069,43 @@ def geglu(u, bias) -> torch.Tensor:
     return _GEGLU.apply(u, bias)
 
 
+def linear_geglu(x, proj: nn.Linear) -> torch.Tensor:
+    """geglu() of x's product with proj's weight, [..., D] -> [..., C]; as one kernel if it runs and pays."""
+    w, C = _weight(proj), proj.out_features // 2
+    BM, BN, BK = GEGLU_TILE
+    one = x.is_cuda and not isinstance(x, FakeTensor) and not torch.is_grad_enabled()
+    one = one and x.dtype == w.dtype == torch.bfloat16 and w.is_contiguous() and C % BN == x.shape[-1] % BK == 0
+    if one:
+        gpu = torch.cuda.get_device_properties(x.device)  # whose multiprocessors should have four tiles each, or more
+        one = gpu.major >= 9 and x.numel() // x.shape[-1] * C >= 4 * gpu.multi_processor_count * BM * BN
+    if not one:
+        return geglu(F.linear(x, w), proj.bias)
+    return _linear_geglu(x.reshape(-1, x.shape[-1]), w, proj.bias).view(*x.shape[:-1], C)
+
+
+GEGLU_TILE = 128, 128, 64  # tokens, channels, inputs at a time
+
+
+def _linear_geglu(x, w, bias, fast: bool = True) -> torch.Tensor:
+    """x [M, K], w [2N, K], bias [2N] -> [M, N]."""
+    (M, K), N = x.shape, w.shape[0] // 2
+    BM, BN, BK = GEGLU_TILE
+    y = torch.empty(M, N, dtype=x.dtype, device=x.device)
+    programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3
+    _geglu_product[(min(programs, -(-M // BM) * (N // BN)),)](
+        TensorDescriptor.from_tensor(x, [BM, BK]), TensorDescriptor(w, [2, N, K], [N * K, K, 1], [2, BN, BK]), bias,
+        TensorDescriptor.from_tensor(y, [BM, BN]), M, N, K, 8 if K < 1280 else 16, BM=BM, BN=BN, BK=BK, FAST=fast,
+        num_warps=8, num_stages=3,
+    )  # fmt: skip
+    return y
+
+
 def add_bias(a, res, bias) -> torch.Tensor:
-    """a + res + bias: two [B, C, H, W] in channels_last or two [..., C], and [C]."""
+    """a + bias [+ res]: one or two [B, C, H, W] in channels_last or [..., C], and [C]."""
     if a.ndim == 4:
         a, res = _channels_last(a), _channels_last(res)
     else:
-        a, res = a.contiguous(), res.contiguous()
+        a, res = a.contiguous(), None if res is None else res.contiguous()
     return _AddBias.apply(a, res, bias)
 
 
@@ -1086,7 +1172,23 @@ class FusedSpatialTransformer(SpatialTransformer):
         h, y = add_layer_norm(_attention(block.attn1, y, None), block.attn1.to_out[0].bias, h, block.norm2)
         h, y = add_layer_norm(_attention(block.attn2, y, context), block.attn2.to_out[0].bias, h, block.norm3)
         up, down = block.ff.net[0].proj, block.ff.net[2]
-        return F.linear(geglu(F.linear(y, _weight(up)), up.bias), _weight(down)), down.bias, h
+        return F.linear(linear_geglu(y, up), _weight(down)), down.bias, h
+
+
+def _conv(conv: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
+    return add_bias(F.conv2d(x, _weight(conv), None, conv.stride, conv.padding), None, conv.bias)
+
+
+class FusedDownsample(Downsample):
+    def forward(self, x):
+        return _conv(self.op, x)
+
+
+class FusedUpsample(Upsample):
+    def forward(self, x, size):
+        with torch.autocast("cuda", enabled=False):  # which would copy the pixels in fp32
+            x = F.interpolate(x, size=size, mode="nearest")
+        return _conv(self.conv, x)
 
 
 class FusedUNet(UNet):
@@ -1121,9 +1223,7 @@ class FusedUNet(UNet):
             elif isinstance(layer, SpatialTransformer):
                 h = layer(h, context)
             elif isinstance(layer, Upsample):
-                with torch.autocast("cuda", enabled=False):  # which would copy the pixels in fp32
-                    h = F.interpolate(h, size=size, mode="nearest")
-                h = layer.conv(h)
+                h = layer(h, size)
             else:
                 h = layer(h)
         return h
@@ -1132,6 +1232,52 @@ class FusedUNet(UNet):
 class FusedGroupNorm(nn.GroupNorm):
     def forward(self, x):
         return group_norm(x, self, silu=False)[1]
+
+
+class FusedVAEDownsample(VAEDownsample):
+    def forward(self, x):
+        return _conv(self.conv, F.pad(x, (0, 1, 0, 1)))
+
+
+class FusedVAEUpsample(VAEUpsample):
+    def forward(self, x):
+        return _conv(self.conv, F.interpolate(x, scale_factor=2.0, mode="nearest"))
+
+
+class FusedVAEAttention(VAEAttention):
+    """As products with the whole matrix of weights between them, a few pictures at a time: torch has no fused attention
+    for Hopper with a head as wide as this one, and the one it has takes 2.5 times as long."""
+
+    SCORES = 1 << 28  # numbers at a time
+
+    def forward(self, x):
+        B, C, H, W = x.shape
+        N = H * W
+        if torch.is_grad_enabled() or N * N > self.SCORES:
+            return super().forward(x)
+        x, h = group_norm(x, self.norm, silu=False)
+        h = h.permute(0, 2, 3, 1).reshape(B, N, C)  # a view
+        q, k, v = (F.linear(h, f.weight.view(C, C), f.bias) for f in (self.q, self.k, self.v))
+        parts = zip(*(y.split(self.SCORES // (N * N)) for y in (q, k, v)))
+        h = torch.cat([torch.bmm(softmax(_scores(a, b), C**-0.5, c.dtype), c) for a, b, c in parts])
+        h = F.linear(h, self.proj_out.weight.view(C, C))
+        return add_bias(h.view(B, H, W, C).permute(0, 3, 1, 2), x, self.proj_out.bias)
+
+
+def _scores(q, k) -> torch.Tensor:
+    """q k^T of [B, N, C], [B, M, C] -> fp32 [B, N, M]."""
+    if q.is_cuda and q.dtype != torch.float32:
+        return torch.bmm(q, k.transpose(1, 2), out_dtype=torch.float32)
+    return torch.bmm(q.float(), k.float().transpose(1, 2))
+
+
+def softmax(x, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """softmax(scale x) over the last axis of fp32 [..., N], in dtype."""
+    x = x.contiguous()
+    y, N = torch.empty_like(x, dtype=dtype), x.shape[-1]
+    BC = _power(N)
+    _launch(_softmax, (x.numel() // N,), x, y, N, scale, BC=BC, num_warps=min(16, max(1, BC // 512)))
+    return y
 
 
 class FusedVAEResBlock(VAEResBlock):

@@ -11,10 +11,13 @@ import SD_Kernels as K
 
 # Types of arguments by name: activations and their gradients in bf16, the rest as in the kernels' docstrings.
 HALF = set("x x1 x2 x3 joined e y dy dres dx dx2 de a res h u du".split())
-FLOAT = set("eps limit lr beta1 beta2 correction1 correction2 decay".split())
-WHOLE = set("HW C C1 G S N K".split())
+FLOAT = set("eps scale limit lr beta1 beta2 correction1 correction2 decay".split())
+WHOLE = set("HW C C1 G S N K M ROWS".split())
 TABLES = {"table": "*i64", "grads": "*i64", "chunks": "*i32"}
-SIZES = {"BR": 64, "BC": 64, "BS": 16, "BLOCK": 1024, "STEPS": 4, "P": 3}
+# Of _geglu_product, tiles that the GPU copies.
+TILES = {"x": "tensordesc<bf16[128, 64]>", "w": "tensordesc<bf16[2, 128, 64]>", "y": "tensordesc<bf16[128, 128]>"}
+SIZES = {"BM": 128, "BN": 128, "BK": 64, "BR": 64, "BC": 64, "BS": 16, "BLOCK": 1024, "STEPS": 4, "P": 3}
+OPTIONS = {"_geglu_product": {"num_warps": 8, "num_stages": 3}}
 SMALL_TILES = {"_ln_forward": {"BR": 4, "BC": 512}, "_ln_backward": {"BR": 4, "BC": 512}}
 
 
@@ -27,6 +30,8 @@ def compile_kernel(name: str, flag: bool):
     for n in names:
         if n in constants:
             types[n] = "constexpr"
+        elif name == "_geglu_product" and n in TILES:
+            types[n] = TILES[n]
         elif n in WHOLE:
             types[n] = "i32"
         elif n in FLOAT:
@@ -34,12 +39,13 @@ def compile_kernel(name: str, flag: bool):
         else:
             types[n] = TABLES.get(n, "*bf16" if n in HALF else "*fp32")
     source = ASTSource(fn=kernel, signature=types, constexprs={(names.index(n),): v for n, v in constants.items()})
-    assert "ptx" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
+    asm = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=OPTIONS.get(name)).asm
+    assert "wgmma" in asm["ptx"] if name == "_geglu_product" else "ptx" in asm
 
 
 if __name__ == "__main__":
     launched = [n for n, f in vars(K).items() if isinstance(f, triton.JITFunction) and f.do_not_specialize is not None]
-    helpers = {"_tile", "_normed", "_gn_dz", "_chunk_moments"}
+    helpers = {"_tile", "_normed", "_gn_dz", "_chunk_moments", "_gated"}
     for name in launched:
         if name not in helpers:
             for flag in (True, False):

@@ -127,9 +127,49 @@ def test_geglu(shape):
     assert_same(K.geglu, plain, [randn(*shape, scale=2), randn(shape[-1], seed=1)])
 
 
+@pytest.mark.parametrize("rows, inputs, channels, fast", [(300, 128, 256, False), (77, 64, 128, True)])
+def test_product_and_geglu_as_one_kernel(rows, inputs, channels, fast):
+    """More tiles than programs, and a tile that is not full; gates far on either side. On a GPU in bf16."""
+    if fast and DEVICE == "cpu":
+        pytest.skip("the interpreter has no inline assembly")
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    if DEVICE == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("wants a Hopper GPU or later")
+    x, w = randn(rows, inputs, scale=2).detach().to(dtype), randn(2 * channels, inputs, seed=1).detach().to(dtype) / 4
+    b = randn(2 * channels, seed=2).detach()
+    value, gate = (x.double() @ w.double().t() + b.double()).chunk(2, dim=-1)
+    expected = value * F.gelu(gate)
+    error = (K._linear_geglu(x, w, b, fast).double() - expected).abs()
+    relative = 2**-8 if dtype == torch.bfloat16 else 1e-5
+    assert (error <= relative * expected.abs() + 1e-5 * value.abs().max()).all()
+    assert (gate < -4).any() and (gate > 4).any()
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.01])
+def test_softmax(scale):
+    x = randn(3, 5, 300, scale=30).detach()
+    y = K.softmax(x, scale, torch.float32)
+    assert torch.allclose(y, torch.softmax(scale * x, -1), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("at_once", [1 << 28, 2 * 30 * 30])
+def test_attention_of_the_vae(at_once, monkeypatch):
+    """All pictures at once, and in parts of two of three."""
+    monkeypatch.setattr(K.FusedVAEAttention, "SCORES", at_once)
+    torch.manual_seed(0)
+    plain = M.VAEAttention(32, 8).to(DEVICE).requires_grad_(False)
+    fused = copy.deepcopy(plain)
+    fused.__class__, fused.norm.__class__ = K.FusedVAEAttention, K.FusedGroupNorm
+    x = randn(3, 32, 5, 6, scale=3).detach()
+    with torch.no_grad():
+        assert torch.allclose(fused(x), plain(x), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 64), (1, 700, 80)])
-def test_add_bias(shape):
-    assert_same(K.add_bias, lambda a, r, b: a + r + b, [randn(*shape), randn(*shape, seed=1), randn(shape[-1], seed=2)])
+@pytest.mark.parametrize("residual", [True, False])
+def test_add_bias(shape, residual):
+    inputs = [randn(*shape), randn(shape[-1], seed=2)] + ([randn(*shape, seed=1)] if residual else [])
+    assert_same(lambda a, b, r=None: K.add_bias(a, r, b), lambda a, b, r=0.0: a + r + b, inputs)
 
 
 def test_add_bias_of_feature_maps():

@@ -129,6 +129,7 @@ def fork_ranks(function, count: int = 2) -> bytes:
         if pids[-1] == 0:
             try:
                 os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+                torch.set_num_threads(1)  # the parent's do not live here, and work for several would wait for them
                 torch.distributed.init_process_group("gloo")
                 os.write(send, function(rank))
                 torch.distributed.barrier()
