@@ -10,7 +10,7 @@ activations' dtype outside:
     group_norm      [concatenate,] [add a vector a sample,] GroupNorm [, SiLU]; backward adds the residual's gradient
     add_layer_norm  add a bias and the residual, LayerNorm; backward adds the residual's gradient and sums the bias's
     geglu           add a bias, value x GELU(gate); without gradients on Hopper and later, the product before it too
-    add_bias        add a bias and the residual, or the bias alone
+    add_bias        add a bias and the residual, or the bias alone; of feature maps also what GroupNorm begins with
 
 Products that share an input become one: q, k and v; k and v of the text; all residual blocks' time projections.
 Memory is channels_last throughout: [B, C, H, W] lies as [B, H, W, C], so that a feature map is a matrix of pixels.
@@ -93,6 +93,14 @@ if triton is not None:
     def _tile(x, row, c, C, mask):
         return tl.load(x + row[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
 
+    @triton.jit
+    def _store_moments(v, mask, part, b, s, c, HW, C, S, BR: tl.constexpr):
+        mean = tl.sum(v, 0) / tl.minimum(HW - s * BR, BR)
+        d = tl.where(mask, v - mean[None, :], 0.0)
+        at = part + (b * S + s).to(tl.int64) * 2 * C + c
+        tl.store(at, mean, mask=c < C)
+        tl.store(at + C, tl.sum(d * d, 0), mask=c < C)
+
     @sizes_vary
     def _gn_moments(x, x2, joined, part, HW, C, C1, S, CAT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
         """Mean and sum of squared deviations of each channel over a chunk of pixels, into part [B, S, 2, C]."""
@@ -105,11 +113,7 @@ if triton is not None:
             tl.store(joined + row[:, None] * C + c[None, :], v.to(joined.dtype.element_ty), mask=mask)
         else:
             v = _tile(x, row, c, C, mask)
-        mean = tl.sum(v, 0) / tl.minimum(HW - s * BR, BR)
-        d = tl.where(mask, v - mean[None, :], 0.0)
-        at = part + (b * S + s).to(tl.int64) * 2 * C + c
-        tl.store(at, mean, mask=c < C)
-        tl.store(at + C, tl.sum(d * d, 0), mask=c < C)
+        _store_moments(v, mask, part, b, s, c, HW, C, S, BR)
 
     @triton.jit
     def _chunk_moments(part, b, s, k, c, HW, C, S, W, BR: tl.constexpr):
@@ -353,15 +357,21 @@ if triton is not None:
             g += tl.load(bias + N + c + tl.arange(0, BN)).to(tl.float32)[None, :]
             y.store([r, c], _gated(a, g, FAST).to(y.dtype))
 
-    @rows_vary
-    def _add_bias(a, res, bias, y, N, C, RES: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-        r, c = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.program_id(1) * BC + tl.arange(0, BC)
-        mask = (r < N)[:, None] & (c < C)[None, :]
-        v = _tile(a, r, c, C, mask)
+    @sizes_vary
+    def _add_bias(a, res, bias, y, part, HW, C, S, RES: tl.constexpr, MOMENTS: tl.constexpr, BR: tl.constexpr,
+                  BC: tl.constexpr):  # fmt: skip
+        """y = a + bias [+ res], and if asked what _gn_moments makes of y, part [B, S, 2, C]."""
+        b, s = tl.program_id(0) // S, tl.program_id(0) % S
+        r, c = s * BR + tl.arange(0, BR), tl.program_id(1) * BC + tl.arange(0, BC)
+        mask, row = (r < HW)[:, None] & (c < C)[None, :], b.to(tl.int64) * HW + r
+        v = _tile(a, row, c, C, mask)
         if RES:
-            v += _tile(res, r, c, C, mask)
+            v += _tile(res, row, c, C, mask)
         v += tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
-        tl.store(y + r[:, None] * C + c[None, :], v.to(y.dtype.element_ty), mask=mask)
+        v = v.to(y.dtype.element_ty)
+        tl.store(y + row[:, None] * C + c[None, :], v, mask=mask)
+        if MOMENTS:
+            _store_moments(tl.where(mask, v.to(tl.float32), 0.0), mask, part, b, s, c, HW, C, S, BR)
 
     @triton.jit
     def _softmax(x, y, C, scale, BC: tl.constexpr):
@@ -909,20 +919,27 @@ def _chunks(rows: int, block: int, programs: int = 256, most: int = 8) -> tuple[
     return -(-tiles // steps), steps
 
 
+def _pixel_chunks(HW: int) -> tuple[int, int]:
+    """Pixels of a chunk whose moments GroupNorm begins with, and chunks of a sample."""
+    block = min(BLOCK_R, _power(HW))
+    return block, -(-HW // block)
+
+
 class _GroupNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, skip, e, weight, bias, groups, eps, silu):
+    def forward(ctx, x, skip, e, part, weight, bias, groups, eps, silu):
         x, skip = _channels_last(x), _channels_last(skip)
         B, C1, H, W = x.shape
         C, HW = C1 + (0 if skip is None else skip.shape[1]), H * W
-        block = min(BLOCK_R, _power(HW))
-        S = -(-HW // block)
+        block, S = _pixel_chunks(HW)
         joined, y = x if skip is None else _empty(x, C), _empty(x, C, _out_dtype(x))
-        part, means, stats = _floats(x, B, S, 2, C), _floats(x, B, C), _floats(x, B, groups, 2)
+        means, stats = _floats(x, B, C), _floats(x, B, groups, 2)
         grid, given = (B * S, -(-C // BLOCK_C)), e is not None
         added, other = e if given else x, x if skip is None else skip
         tile, chunks = dict(BR=block, BC=BLOCK_C), dict(BS=min(64, _power(S)), BC=_power(C // groups))
-        _launch(_gn_moments, grid, x, other, joined, part, HW, C, C1, S, CAT=skip is not None, **tile)
+        if part is None or skip is not None:
+            part = _floats(x, B, S, 2, C)
+            _launch(_gn_moments, grid, x, other, joined, part, HW, C, C1, S, CAT=skip is not None, **tile)
         _launch(_gn_stats, (B, groups), part, added, stats, means, HW, C, groups, S, eps, E=given, BR=block, **chunks)
         _launch(_gn_apply, grid, joined, added, stats, weight, bias, y, HW, C, groups, S, E=given, SILU=silu, **tile)
         ctx.save_for_backward(joined, e, weight, bias, stats, means)
@@ -951,7 +968,7 @@ class _GroupNorm(torch.autograd.Function):
             HW, C, C1, groups, S, CAT=ctx.split, RES=dres is not None, **how,
         )  # fmt: skip
         db, dw = dwb.sum(0).to(weight.dtype)  # [C], [C]
-        return dx, dskip, de, dw, db, None, None, None
+        return dx, dskip, de, None, dw, db, None, None, None
 
 
 class _AddLayerNorm(torch.autograd.Function):
@@ -1013,16 +1030,18 @@ class _GEGLU(torch.autograd.Function):
 class _AddBias(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, res, bias):
-        C = bias.shape[0]
-        N = a.numel() // C
-        y = torch.empty_like(a if res is None else res)
-        _launch(_add_bias, (-(-N // BLOCK_R), -(-C // BLOCK_C)), a, a if res is None else res, bias, y, N, C,
-                                  RES=res is not None, BR=BLOCK_R, BC=BLOCK_C)  # fmt: skip
+        C, maps = bias.shape[0], a.ndim == 4
+        B, HW = (a.shape[0], a.shape[2] * a.shape[3]) if maps else (1, a.numel() // C)
+        block, S = _pixel_chunks(HW)
+        y, part = torch.empty_like(a if res is None else res), _floats(a, *((B, S, 2, C) if maps else (0,)))
+        _launch(_add_bias, (B * S, -(-C // BLOCK_C)), a, a if res is None else res, bias, y, part, HW, C, S,
+                                  RES=res is not None, MOMENTS=maps, BR=block, BC=BLOCK_C)  # fmt: skip
         ctx.C, ctx.bias_dtype, ctx.has_res = C, bias.dtype, res is not None
-        return y
+        ctx.mark_non_differentiable(part)
+        return y, part
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, dy, _):
         dy = _channels_last(dy) if dy.ndim == 4 else dy.contiguous()
         N = dy.numel() // ctx.C
         programs, steps = _chunks(N, BLOCK_R)
@@ -1056,7 +1075,8 @@ def group_norm(x, norm: nn.GroupNorm, silu: bool, skip=None, e=None) -> tuple[to
     x [B, C1, H, W], skip [B, C2, H, W], e [B, C] (skip and e exclude each other) -> the first without e, for use as the
     residual, and the second, [B, C, H, W] in channels_last.
     """
-    return _GroupNorm.apply(x, skip, e, norm.weight, norm.bias, norm.num_groups, norm.eps, silu)
+    moments = getattr(x, "moments", None)  # of add_bias()
+    return _GroupNorm.apply(x, skip, e, moments, norm.weight, norm.bias, norm.num_groups, norm.eps, silu)
 
 
 def add_layer_norm(a, bias, res, norm: nn.LayerNorm) -> tuple[torch.Tensor, torch.Tensor]:
@@ -1101,12 +1121,13 @@ def _linear_geglu(x, w, bias, fast: bool = True) -> torch.Tensor:
 
 
 def add_bias(a, res, bias) -> torch.Tensor:
-    """a + bias [+ res]: one or two [B, C, H, W] in channels_last or [..., C], and [C]."""
+    """a + bias [+ res]: one or two [B, C, H, W] in channels_last or [..., C], and [C]. Feature maps carry their moments
+    for a GroupNorm that follows."""
     if a.ndim == 4:
-        a, res = _channels_last(a), _channels_last(res)
-    else:
-        a, res = a.contiguous(), None if res is None else res.contiguous()
-    return _AddBias.apply(a, res, bias)
+        y, moments = _AddBias.apply(_channels_last(a), _channels_last(res), bias)
+        y.moments = moments
+        return y
+    return _AddBias.apply(a.contiguous(), None if res is None else res.contiguous(), bias)[0]
 
 
 # ----------------------------------------------------------------------------------------------------------------

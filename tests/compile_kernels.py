@@ -45,7 +45,7 @@ def compile_kernel(name: str, flag: bool):
 
 if __name__ == "__main__":
     launched = [n for n, f in vars(K).items() if isinstance(f, triton.JITFunction) and f.do_not_specialize is not None]
-    helpers = {"_tile", "_normed", "_gn_dz", "_chunk_moments", "_gated"}
+    helpers = {"_tile", "_normed", "_gn_dz", "_chunk_moments", "_store_moments", "_gated"}
     for name in launched:
         if name not in helpers:
             for flag in (True, False):

@@ -177,6 +177,25 @@ def test_add_bias_of_feature_maps():
     assert_same(K.add_bias, lambda a, r, b: a + r + b[:, None, None], inputs)
 
 
+@pytest.mark.parametrize("shape", [(2, 24, 5, 3), (1, 8, 70, 9), (3, 96, 13, 11)])
+@pytest.mark.parametrize("residual", [True, False])
+def test_group_norm_takes_the_moments_of_add_bias(shape, residual, monkeypatch):
+    """The norm that follows gives the same bits as one that reads the feature map itself, and does not read it."""
+    C = shape[1]
+    norm = norm_of(nn.GroupNorm, 8, C)
+    a, res, bias = randn(*shape, shift=10), randn(*shape, seed=1) if residual else None, randn(C, seed=2)
+    y = K.add_bias(a.detach(), res, bias.detach())
+    fresh = K.group_norm(y.detach().clone(), norm, silu=True)
+    launch = K._launch
+    monkeypatch.setattr(
+        K, "_launch", lambda kernel, *args, **more: launch(kernel, *args, **more) or names.append(kernel)
+    )
+    names = []
+    taken = K.group_norm(y, norm, silu=True)
+    assert len(names) == 2 and K._gn_moments not in names
+    assert all(torch.equal(*pair) for pair in zip(fresh, taken))
+
+
 @pytest.fixture
 def large_tiles(monkeypatch):
     """The interpreter's time goes by tiles; a GPU keeps its own."""
