@@ -52,9 +52,9 @@ def layout(device: torch.device) -> torch.memory_format:
 
 
 def fast(unet, device: torch.device, dtype: torch.dtype):
-    """A UNet on its device, with the fused kernels where they run."""
+    """A UNet on its device to sample from, its weights final, with the fused kernels where they run."""
     unet = unet.to(device, dtype, memory_format=layout(device))
-    return SD_Kernels.apply(unet) if SD_Kernels.available(device) else unet
+    return SD_Kernels.settle(SD_Kernels.apply(unet)) if SD_Kernels.available(device) else unet
 
 
 @torch.no_grad()

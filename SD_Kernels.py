@@ -1,6 +1,7 @@
 """Triton kernels for the UNet on NVIDIA GPUs: what lies between its convolutions, products and attention, fused.
 
     SD_Kernels.apply(unet)      # swaps them in; same parameters, same names, same mathematics. A VAE too
+    SD_Kernels.settle(unet)     # for sampling: the weights stay as they are
     SD_Kernels.Graphed(unet)    # the same network as CUDA graphs, for sampling: no time is lost between kernels
 
 The plain network reads and writes each activation for every bias, norm, SiLU, GELU, addition and concatenation, under
@@ -1135,6 +1136,23 @@ def add_bias(a, res, bias) -> torch.Tensor:
 # ----------------------------------------------------------------------------------------------------------------
 
 
+def settle(unet: UNet) -> UNet:
+    """Of a network whose weights will not change any more: what its products share is joined once, not in each pass."""
+    for m in unet.modules():
+        m.kept = {}
+    return unet
+
+
+def _once(module: nn.Module, what: str, make) -> torch.Tensor:
+    """make(), which depends on the module's weights alone: each time, or after settle() the first time."""
+    kept = getattr(module, "kept", None)
+    if kept is None:
+        return make()
+    if what not in kept:
+        kept[what] = make()
+    return kept[what]
+
+
 class FusedResBlock(ResBlock):
     """Takes the skip apart from x, and for the time embedding its own projection, conv bias included, [B, out_ch]."""
 
@@ -1149,10 +1167,10 @@ class FusedResBlock(ResBlock):
         h = F.conv2d(h, _weight(conv1), padding=1)  # [B, out_ch, H, W]
         h = group_norm(h, norm2, silu=True, e=e)[1]
         h = F.conv2d(h, _weight(conv2), padding=1)
-        bias = conv2.bias
-        if not isinstance(self.skip_connection, nn.Identity):
-            x = F.conv2d(x, _weight(self.skip_connection))
-            bias = bias + self.skip_connection.bias
+        bias, skip = conv2.bias, self.skip_connection
+        if not isinstance(skip, nn.Identity):
+            x = F.conv2d(x, _weight(skip))
+            bias = _once(self, "bias", lambda: conv2.bias + skip.bias)
         return add_bias(h, x, bias)
 
 
@@ -1160,11 +1178,11 @@ def _attention(attn: CrossAttention, y: torch.Tensor, context: torch.Tensor | No
     """CrossAttention without its last bias. y [B, N, C], context [B, M, D] -> [B, N, C]."""
     B, N, C = y.shape
     if context is None:
-        w = torch.cat([_weight(attn.to_q), _weight(attn.to_k), _weight(attn.to_v)])
+        w = _once(attn, "weights", lambda: torch.cat([_weight(attn.to_q), _weight(attn.to_k), _weight(attn.to_v)]))
         q, k, v = _SplitHeads.apply(F.linear(y, w), 3, attn.heads)  # [B, heads, N, d]
     else:
         q = F.linear(y, _weight(attn.to_q)).view(B, N, attn.heads, -1).transpose(1, 2)
-        w = torch.cat([_weight(attn.to_k), _weight(attn.to_v)])
+        w = _once(attn, "weights", lambda: torch.cat([_weight(attn.to_k), _weight(attn.to_v)]))
         k, v = _SplitHeads.apply(F.linear(context, w), 2, attn.heads)  # [B, heads, M, d]
     h = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, N, C)
     return F.linear(h, _weight(attn.to_out[0]))
@@ -1219,8 +1237,8 @@ class FusedUNet(UNet):
         dtype = _out_dtype(latents)
         emb = self.time_embed(timestep_embedding(timesteps, self.config.channels[0]).to(latents.dtype))  # [B, 4c]
         blocks = [m for m in self.modules() if isinstance(m, ResBlock)]
-        w = torch.cat([_weight(m.emb_layers[1]) for m in blocks])
-        b = torch.cat([m.emb_layers[1].bias + m.in_layers[2].bias for m in blocks])
+        w = _once(self, "weights", lambda: torch.cat([_weight(m.emb_layers[1]) for m in blocks]))
+        b = _once(self, "biases", lambda: torch.cat([m.emb_layers[1].bias + m.in_layers[2].bias for m in blocks]))
         projected = F.linear(F.silu(emb), w, b).split([m.emb_layers[1].out_features for m in blocks], dim=1)
         of_block = {m: e.contiguous() for m, e in zip(blocks, projected)}
         context = context.to(dtype)  # once, and not for each product

@@ -213,6 +213,21 @@ def random_unet(*channels):
     return unet.to(DEVICE)
 
 
+def test_a_settled_network_joins_its_weights_once(large_tiles, monkeypatch):
+    """The same bits; from the second pass on no weights are joined."""
+    unet = K.apply(random_unet(32))
+    inputs = randn(1, 4, 7, 5).detach(), torch.tensor([10], device=DEVICE), randn(1, 3, 24, seed=1).detach()
+    with torch.no_grad():
+        fresh = unet(*inputs)
+        K.settle(unet)
+        first = unet(*inputs)
+        joined, cat = [], torch.cat
+        monkeypatch.setattr(torch, "cat", lambda *args, **more: joined.append(args) or cat(*args, **more))
+        assert torch.equal(first, fresh) and torch.equal(unet(*inputs), fresh)
+    assert len(joined) == 1  # the timesteps' cosines and sines
+    assert not any("kept" in name for name in unet.state_dict())
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_the_whole_network(checkpointed, large_tiles):
     """Output and every gradient, at a size with odd halves; state dict and a deep copy unchanged."""
