@@ -1401,8 +1401,8 @@ class GraphedBackward:
         return out.clone()
 
     def _record(self):
+        expected, failure, pool = self._step(), None, None  # the first, which shares no gradients before its end
         _warm_up(self._step)
-        expected, failure, pool = self._step(), None, None
         forget_gradients(self.parameters)  # the recording makes its own
         torch.cuda.empty_cache()  # what the warm-up took is not what the recording can use
         try:
