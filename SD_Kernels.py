@@ -10,7 +10,7 @@ activations' dtype outside:
 
     group_norm      [concatenate,] [add a vector a sample,] GroupNorm [, SiLU]; backward adds the residual's gradient
     add_layer_norm  add a bias and the residual, LayerNorm; backward adds the residual's gradient and sums the bias's
-    geglu           add a bias, value x GELU(gate); without gradients on Hopper and later, the product before it too
+    geglu           add a bias, value x GELU(gate); without gradients on Hopper, the product before it too
     add_bias        add a bias and the residual, or the bias alone; of feature maps also what GroupNorm begins with
 
 Products that share an input become one: q, k and v; k and v of the text; all residual blocks' time projections.
@@ -20,6 +20,7 @@ SD_Model.py is the reference, imports nothing from here, and runs wherever these
 Ampere, machines without Triton, dropout above zero).
 """
 
+import ctypes
 import os
 from functools import partial
 
@@ -643,12 +644,36 @@ class AllReduce:
         self.works.clear()
 
 
-def _symmetric_memory(size: int, device: torch.device):
-    """So many bytes on each process's GPU, and torch's handle by which each reaches those of all."""
+def _symmetric_empty(size: int, device: torch.device) -> torch.Tensor:
+    """So many bytes that other processes' GPUs can be let into."""
     import torch.distributed._symmetric_memory as symmetric
 
-    memory = symmetric.empty(size, dtype=torch.uint8, device=device)
-    return memory, symmetric.rendezvous(memory, dist.group.WORLD.group_name)
+    kind = getattr(symmetric, "get_backend", lambda device: None)(device)
+    if kind in ("NVSHMEM", "NCCL"):
+        raise RuntimeError(f"torch's symmetric memory is {kind}'s")
+    return symmetric.empty(size, dtype=torch.uint8, device=device)
+
+
+def _symmetric_handle(memory: torch.Tensor):
+    """By which each process reaches the memory of all. All call this at once."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    return symmetric.rendezvous(memory, dist.group.WORLD.group_name)
+
+
+def _peers(device: torch.device, other: int) -> bool:
+    """Whether a GPU reaches another's memory, atomic operations included (over PCIe these would wait for ever)."""
+    if not torch.cuda.can_device_access_peer(device, other):
+        return False
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    value, ours, theirs = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    failed = driver.cuDeviceGet(ctypes.byref(ours), device.index) or driver.cuDeviceGet(ctypes.byref(theirs), other)
+    native_atomics = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    failed = failed or driver.cuDeviceGetP2PAttribute(ctypes.byref(value), native_atomics, ours, theirs)
+    return not failed and value.value == 1
 
 
 class PeerCopies:
@@ -670,24 +695,34 @@ class PeerCopies:
         here = device.type == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == world
         if not here or torch.cuda.device_count() < world:
             return False
-        return all(torch.cuda.can_device_access_peer(device, i) for i in range(world) if i != device.index)
+        return all(_peers(device, i) for i in range(world) if i != device.index)
 
-    def __init__(self, buckets: list[Bucket], dtype: torch.dtype):
-        """dtype: of the sums. RuntimeError if the memory is not to be had."""
+    @classmethod
+    def made(cls, buckets: list[Bucket], dtype: torch.dtype) -> "PeerCopies | None":
+        """For these buckets and sums of that dtype; None, in all processes, if one of them has not the memory, cannot
+        reach the others' or finds other sums than an all-reduce."""
+        way, fault = cls.__new__(cls), None
+        for step in (way._allocate, way._connect, way._try):
+            try:
+                step(buckets, dtype)
+            except Exception as e:  # torch may yet change these functions, and NCCL does without them
+                fault = (str(e) or type(e).__name__).splitlines()[0]
+                print(f"note: gradients go by NCCL's kernels, not by copies ({fault})", flush=True)
+            if not _agreed(fault is None, buckets[0].parameters[0].device):
+                return None
+        return way
+
+    def _allocate(self, buckets: list[Bucket], dtype: torch.dtype):
         device, self.rank, self.world = buckets[0].parameters[0].device, dist.get_rank(), dist.get_world_size()
         self.stream = torch.cuda.Stream() if device.type == "cuda" else None
-        unit, places, self.extra_bytes, self.kept = self.world * self.BLOCK, [], 0, []
+        unit, self.places, self.extra_bytes, self.kept = self.world * self.BLOCK, [], 0, []
         for b in buckets:
             b.padded = -(-b.size // unit) * unit
             for kind in (b.dtype, dtype):
-                places.append((b.padded, kind, self.extra_bytes // kind.itemsize))
+                self.places.append((b.padded, kind, self.extra_bytes // kind.itemsize))
                 self.extra_bytes += b.padded * kind.itemsize
-        self.memory, self.handle = _symmetric_memory(self.extra_bytes, device)
-        self.memory.zero_()
-        views = iter([[self.handle.get_buffer(r, (n,), *at) for r in range(self.world)] for n, *at in places])
-        for b in buckets:
-            b.flats, b.all_sums = next(views), next(views)
-            b.lay(b.flats[self.rank], b.all_sums[self.rank])
+        torch.cuda.empty_cache()  # this is not from torch's allocator, which holds all that the passes needed
+        self.memory = _symmetric_empty(self.extra_bytes, device)
         largest = max(b.padded for b in buckets) // self.world
         kinds = {b.dtype for b in buckets}
         self.parts = {k: torch.empty((self.world - 1) * largest, dtype=k, device=device) for k in kinds}
@@ -695,23 +730,32 @@ class PeerCopies:
         self.squares = torch.zeros(sum(sizes), device=device)  # of this process's parts' sums
         for b, squares in zip(buckets, self.squares.split(sizes)):
             b.squares = squares
-        if not self._adds_up(buckets):
-            raise RuntimeError("what was copied from the other GPUs' memory adds up to something else")
 
-    def _adds_up(self, buckets: list[Bucket]) -> bool:
-        """Whether, in all processes, it gives what an all-reduce gives."""
-        fine, tried = True, {b.dtype: b for b in buckets}.values()
+    def _connect(self, buckets: list[Bucket], dtype: torch.dtype):
+        self.handle = _symmetric_handle(self.memory)
+        views = iter([[self.handle.get_buffer(r, (n,), *at) for r in range(self.world)] for n, *at in self.places])
+        for b in buckets:
+            b.flats, b.all_sums = next(views), next(views)
+            b.lay(b.flats[self.rank].zero_(), b.all_sums[self.rank].zero_())
+        if self.stream:
+            torch.cuda.synchronize()
+
+    def _try(self, buckets: list[Bucket], dtype: torch.dtype):
+        """Of each dtype the smallest bucket, against an all-reduce."""
+        fine, tried = True, {b.dtype: b for b in sorted(buckets, key=lambda b: -b.size)}.values()
         for b in tried:
-            b.flat.copy_((torch.arange(b.padded, device=b.flat.device) % 251 - 125) * (self.rank + 1))
+            numbers = torch.arange(b.padded, dtype=torch.int32, device=b.flat.device)
+            b.flat.copy_((numbers % 251 - 125) * (self.rank + 1))
             expected = b.flat.to(torch.float32, copy=True)
             dist.all_reduce(expected)
             self._add_up(b)
             self.wait()
             fine &= torch.allclose(b.sums.float(), expected, rtol=0.01)
-        fine = _agreed(fine, self.memory.device)  # after which nobody reads these any more
+        fine = _agreed(fine, self.parts[b.dtype].device)  # after which nobody reads these any more
         for b in tried:
             b.flat.zero_(), b.sums.zero_()
-        return fine
+        if not fine:
+            raise RuntimeError("what was copied from the other GPUs' memory adds up to something else")
 
     def _barrier(self):
         self.handle.barrier(0, self.TIMEOUT_MS)
@@ -826,11 +870,8 @@ class SharedGradients:
             rounded = self.dtype == torch.bfloat16
             kind = (lambda p: self.dtype) if rounded else (lambda p: _gradient(p).dtype)
             self.buckets = self._cut(order, kind, PeerCopies.BUCKET)
-            try:
-                self.way = PeerCopies(self.buckets, self.dtype)
-            except (RuntimeError, ImportError, AttributeError, TypeError) as e:  # torch may yet change these functions
-                print(f"note: gradients go by NCCL's kernels, not by copies ({str(e).splitlines()[0]})", flush=True)
-        if not _agreed(self.way is not None, device):
+            self.way = PeerCopies.made(self.buckets, self.dtype)
+        if self.way is None:
             self.buckets = self._cut(order, lambda p: self.dtype, AllReduce.BUCKET)
             self.way = AllReduce(self.buckets, self.dtype)
 
@@ -1039,6 +1080,7 @@ class _AddBias(torch.autograd.Function):
                                   RES=res is not None, MOMENTS=maps, BR=block, BC=BLOCK_C)  # fmt: skip
         ctx.C, ctx.bias_dtype, ctx.has_res = C, bias.dtype, res is not None
         ctx.mark_non_differentiable(part)
+        ctx.set_materialize_grads(False)
         return y, part
 
     @staticmethod
@@ -1076,7 +1118,7 @@ def group_norm(x, norm: nn.GroupNorm, silu: bool, skip=None, e=None) -> tuple[to
     x [B, C1, H, W], skip [B, C2, H, W], e [B, C] (skip and e exclude each other) -> the first without e, for use as the
     residual, and the second, [B, C, H, W] in channels_last.
     """
-    moments = getattr(x, "moments", None)  # of add_bias()
+    moments = x.__dict__.pop("moments", None)  # of add_bias(); whoever comes later makes them anew
     return _GroupNorm.apply(x, skip, e, moments, norm.weight, norm.bias, norm.num_groups, norm.eps, silu)
 
 
@@ -1097,8 +1139,9 @@ def linear_geglu(x, proj: nn.Linear) -> torch.Tensor:
     one = x.is_cuda and not isinstance(x, FakeTensor) and not torch.is_grad_enabled()
     one = one and x.dtype == w.dtype == torch.bfloat16 and w.is_contiguous() and C % BN == x.shape[-1] % BK == 0
     if one:
-        gpu = torch.cuda.get_device_properties(x.device)  # whose multiprocessors should have four tiles each, or more
-        one = gpu.major >= 9 and x.numel() // x.shape[-1] * C >= 4 * gpu.multi_processor_count * BM * BN
+        # Hopper and the large Blackwells have 177 KiB of shared memory a program; it pays from four tiles for each.
+        gpu = torch.cuda.get_device_properties(x.device)
+        one = gpu.major in (9, 10) and x.numel() // x.shape[-1] * C >= 4 * gpu.multi_processor_count * BM * BN
     if not one:
         return geglu(F.linear(x, w), proj.bias)
     return _linear_geglu(x.reshape(-1, x.shape[-1]), w, proj.bias).view(*x.shape[:-1], C)
@@ -1377,6 +1420,10 @@ class Graphed:
         return out.clone()
 
 
+class NotRecorded(RuntimeError):
+    """In all processes: a pass could not be recorded in one of them, or the record does not do what the pass does."""
+
+
 class GraphedBackward:
     """A training step's forward and backward passes recorded as CUDA graphs and replayed: the two or three thousand
     kernels of one cost one launch. Gradients stay in the same memory: a step's first pass overwrites them, the others
@@ -1390,8 +1437,7 @@ class GraphedBackward:
         self.kinds = list(dict.fromkeys((i == 0, i == passes - 1) for i in range(passes)))  # first and last of a step?
 
     def __call__(self, *inputs: torch.Tensor, first: bool, last: bool) -> torch.Tensor:
-        """RuntimeError at the first call, in all processes, if the passes cannot be recorded in one of them, or the
-        records do not do what they do."""
+        """NotRecorded at the first call, if at all."""
         if not self.graphs:
             self.static = [x.clone() for x in inputs]
             self._record()
@@ -1413,12 +1459,14 @@ class GraphedBackward:
         except RuntimeError as e:
             failure = e
         if not self._all(failure is None):
-            raise failure or RuntimeError("another process could not record its pass")
+            if isinstance(failure, torch.OutOfMemoryError):
+                raise failure
+            raise NotRecorded(str(failure or "") or "a process could not record its pass") from failure
         for kind in self.kinds:
             self.graphs[kind][0].replay()
         found = self.graphs[self.kinds[-1]][1], gradient_norm(self.parameters, self.shared)
         if not self._all(all(torch.allclose(a, b, 0.02, 1e-6, equal_nan=True) for a, b in zip(found, expected))):
-            raise RuntimeError("the recorded pass gave other numbers than the pass itself")
+            raise NotRecorded("the recorded pass gave other numbers than the pass itself")
 
     def _all(self, fine: bool) -> bool:
         """Whether that is so in all processes."""

@@ -267,10 +267,10 @@ def resolve(args, saved: dict | None) -> dict:
         value = getattr(args, name, None)
         if value is None or name == "phase":
             continue
-        if saved is not None and value != saved[name] and name not in CHANGEABLE:
+        if saved is not None and value != settings[name] and name not in CHANGEABLE:
             raise InputError(
-                f"--{name} {value} differs from the run's {saved[name]} and cannot change on --resume; drop the flag, "
-                "or start a new run with --init_from"
+                f"--{name} {value} differs from the run's {settings[name]} and cannot change on --resume; drop the "
+                "flag, or start a new run with --init_from"
             )
         settings[name] = value
     if settings["model"] not in PRESETS:
@@ -450,7 +450,7 @@ class MicroSteps:
         have."""
         self.model, self.parts, self.say = model, (text_of, schedule, settings), say
         self.net = in_autocast(model, device, settings["dtype"])
-        self.parameters, self.shared, self.graphed, self.begun = update.parameters, update.shared, None, False
+        self.parameters, self.shared, self.graphed = update.parameters, update.shared, None
         self.share = 1 / settings["accumulate"]  # of a micro-batch in the step's gradient
         if self.shared:  # whose sums are no means
             self.share /= dist.get_world_size()
@@ -473,13 +473,9 @@ class MicroSteps:
     def __call__(self, batch: Batch, first: bool, last: bool) -> torch.Tensor:
         """Weighted losses [B] of one micro-batch; the first, the last of its step?"""
         if self.graphed:
-            begun = self.begun
-            self.begun = True
             try:
                 return self.graphed(*batch[:4], first=first, last=last)
-            except RuntimeError as e:  # a text encoder that waits for the device, say
-                if begun or isinstance(e, torch.OutOfMemoryError):
-                    raise
+            except SD_Kernels.NotRecorded as e:  # a text encoder that waits for the device, say
                 self.say(f"note: going on without CUDA graphs ({str(e).splitlines()[0]})")
                 torch.cuda.synchronize()
                 self.graphed = None
@@ -1242,6 +1238,10 @@ def choose_grad_checkpoint(settings: dict, denoiser: Denoiser, text_encoder, dev
     if device.type != "cuda":
         return "none"
     free = torch.cuda.mem_get_info(device)[0]
+    if dist.is_initialized():  # all recompute alike
+        least = torch.tensor(free, device=device)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        free = int(least)
     for which in ("none", "resblocks", "all"):
         wanted = memory_estimate(settings | {"grad_checkpoint": which}, denoiser, text_encoder, device)["peak"]
         if wanted * 1.1 + ROOM < free:
@@ -1258,9 +1258,10 @@ def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncode
     copied = sum(p.numel() for p in SD_Kernels.multiplied(denoiser)) if copies_weights(settings) else 0
     one_pass = settings["accumulate"] == 1
     shared, sums = 0, 2 if settings["compress_gradients"] else 4
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and settings["kernels"]:
+    world, local = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if world > 1 and settings["kernels"]:
         shared = sums * numbers
-        if settings["peer_copies"]:  # which do not add up in the place they send from
+        if settings["peer_copies"] and local == world:  # which do not add up in the place they send from
             shared += sums * numbers - (sums - 2) * copied * one_pass
     (one, block), (two, block_of_two) = (activation_bytes(settings, n, device) for n in (1, 2))  # linear in the batch
     parts = {

@@ -179,12 +179,13 @@ def test_add_bias_of_feature_maps():
 
 @pytest.mark.parametrize("shape", [(2, 24, 5, 3), (1, 8, 70, 9), (3, 96, 13, 11)])
 @pytest.mark.parametrize("residual", [True, False])
-def test_group_norm_takes_the_moments_of_add_bias(shape, residual, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_group_norm_takes_the_moments_of_add_bias(shape, residual, dtype, monkeypatch):
     """The norm that follows gives the same bits as one that reads the feature map itself, and does not read it."""
     C = shape[1]
     norm = norm_of(nn.GroupNorm, 8, C)
-    a, res, bias = randn(*shape, shift=10), randn(*shape, seed=1) if residual else None, randn(C, seed=2)
-    y = K.add_bias(a.detach(), res, bias.detach())
+    a, res, bias = randn(*shape, shift=10).to(dtype), randn(*shape, seed=1).to(dtype), randn(C, seed=2)
+    y = K.add_bias(a.detach(), res if residual else None, bias.detach())
     fresh = K.group_norm(y.detach().clone(), norm, silu=True)
     launch = K._launch
     monkeypatch.setattr(
@@ -315,7 +316,7 @@ def test_bf16_copies_of_weights(large_tiles):
     """Products take the copies, which follow the weights; gradients come in bf16, and only there. They are
     as close to those in fp32 as plain autocast's are (the interpreter cuts bf16 off where a GPU rounds: half as close).
     """
-    plain, fused = random_unet(32), K.apply(random_unet(32))
+    plain, fused = random_unet(32, 64), K.apply(random_unet(32, 64))
     x, context, t = randn(2, 4, 8, 8), randn(2, 11, 24, seed=1), torch.tensor([3, 900], device=DEVICE)
     groups = [{"params": list(fused.parameters()), "lr_scale": 1.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.0)
@@ -345,7 +346,7 @@ def test_bf16_copies_of_weights(large_tiles):
         assert sum(errors[0]) < (1.2 if DEVICE == "cuda" else 2.5) * sum(errors[1])
         step.step(1e-2, step.norm(), 1.0, 0.9)
     assert all(
-        (p.copy_bf16.float() - q).abs().max() > 1e-3 for p, q in zip(halves, K.multiplied(K.apply(random_unet(32))))
+        (p.copy_bf16.float() - q).abs().max() > 1e-3 for p, q in zip(halves, K.multiplied(K.apply(random_unet(32, 64))))
     )
 
 
@@ -377,6 +378,50 @@ class FileMemory:
         torch.distributed.barrier()
 
 
+def stand_in_for_peers(monkeypatch, possible: bool):
+    monkeypatch.setattr(K.PeerCopies, "possible", lambda device: possible)
+    monkeypatch.setattr(K, "_symmetric_empty", lambda size, device: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(K, "_symmetric_handle", lambda memory: FileMemory(len(memory)))
+
+
+@pytest.mark.parametrize("fault", ["no memory", "not reached", "wrong sums"])
+@pytest.mark.skipif(DEVICE == "cuda", reason="its processes have no GPU each")
+def test_copies_that_fail_in_one_process_leave_all_to_an_all_reduce(fault, monkeypatch):
+    stand_in_for_peers(monkeypatch, True)
+    add_parts, connect = K._add_parts, K._symmetric_handle
+
+    def fail(*args):
+        raise RuntimeError("")
+
+    def connected(memory):
+        handle = connect(memory)
+        return fail() if torch.distributed.get_rank() else handle
+
+    class Wrong:
+        def __getitem__(self, grid):
+            return lambda own, others, total, *more, **constants: add_parts[grid](own, own, total, *more, **constants)
+
+    def rank(r):
+        if fault == "no memory" and r == 1:
+            K._symmetric_empty = fail
+        if fault == "not reached":
+            K._symmetric_handle = connected
+        if fault == "wrong sums" and r == 1:
+            K._add_parts = Wrong()
+        torch.manual_seed(0)
+        net = nn.Linear(5, 3)
+        shared = K.SharedGradients(list(net.parameters()), torch.float32)
+        for _ in range(2):
+            net(torch.full((1, 5), 1.0 + r)).square().sum().backward()
+            shared.finish()
+        total = torch.cat([v.flatten() for v in shared.sums.values()])
+        return pickle.dumps((type(shared.way).__name__, total.tolist()))
+
+    found = io.BytesIO(micro.fork_ranks(rank))
+    (way, first), (other_way, second) = pickle.load(found), pickle.load(found)
+    assert way == other_way == "AllReduce" and first == second and any(first)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world, count, copies", [(2, 3, False), (2, 3, True), (3, 1, True)])
 @pytest.mark.skipif(DEVICE == "cuda", reason="its processes have no GPU each")
@@ -384,13 +429,7 @@ def test_processes_share_gradients(world, count, copies, dtype, monkeypatch):
     """gloo processes with other weights at first, several passes each or one, whose gradients come in fp32 or partly in
     bf16: the sums of all passes' gradients, three steps long, whether all weights are one bucket or each its own, by an
     all-reduce and by copies of the others' memory."""
-    monkeypatch.setattr(K.PeerCopies, "possible", lambda device: copies)
-
-    def memory(size, device):
-        handle = FileMemory(size)
-        return handle.get_buffer(torch.distributed.get_rank(), (size,), torch.uint8), handle
-
-    monkeypatch.setattr(K, "_symmetric_memory", memory)
+    stand_in_for_peers(monkeypatch, copies)
 
     def passes(rank):
         return [randn(4, 3, 6, 6, seed=10 * rank + i, scale=2.0).detach().cpu() for i in range(count)]

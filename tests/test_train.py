@@ -198,7 +198,7 @@ def test_a_pass_that_cannot_be_recorded_goes_on_without_graphs(data, plain, tmp_
         class Refusing(SD_Kernels.GraphedBackward):
             def __call__(self, *inputs, first, last):
                 self.function(*inputs, last=last)  # gradients that must not stay
-                raise RuntimeError("operation not permitted when stream is capturing")
+                raise SD_Kernels.NotRecorded("operation not permitted when stream is capturing")
 
         SD_Train.graphs_run, SD_Kernels.GraphedBackward = lambda *_: True, Refusing
         torch.cuda.synchronize = lambda: None
