@@ -193,6 +193,14 @@ def test_ranks_with_fused_kernels_share_their_gradients(data, tmp_path):
     assert column(tmp_path / "one", "seen") == column(tmp_path / "two", "seen")
 
 
+def test_a_run_begun_before_a_setting_existed_takes_it_on_resume():
+    saved = SD_Train.resolve(SD_Train.parse_args(["--phase", "demo"]), None)
+    del saved["peer_copies"], saved["dtype"]
+    for more, expected in (([], True), (["--no_peer_copies"], False)):
+        args = SD_Train.parse_args(["--phase", "demo", "--resume", *more])
+        assert SD_Train.resolve(args, dict(saved))["peer_copies"] is expected
+
+
 def test_a_pass_that_cannot_be_recorded_goes_on_without_graphs(data, plain, tmp_path):
     def hook(*_):
         class Refusing(SD_Kernels.GraphedBackward):
