@@ -57,6 +57,7 @@ except ImportError:  # a CPU build of torch
 
 BLOCK_C = 64  # channels of a tile: one 128-byte line of a pixel
 BLOCK_R = 64  # pixels of a tile
+GEGLU_TILE = 128, 128, 64  # tokens, channels and inputs of a tile of _geglu_product
 
 
 def available(device: torch.device) -> bool:
@@ -621,7 +622,7 @@ class AllReduce:
     BUCKET = 32 << 20  # numbers
     extra_bytes = 0  # of memory that torch's allocator does not know
 
-    def __init__(self, buckets: list[Bucket], dtype: torch.dtype):
+    def __init__(self, buckets: list[Bucket]):
         self.works, self.buckets = [], buckets
         for b in buckets:
             flat = torch.zeros(b.size, dtype=b.dtype, device=b.parameters[0].device)
@@ -701,48 +702,52 @@ class PeerCopies:
     def made(cls, buckets: list[Bucket], dtype: torch.dtype) -> "PeerCopies | None":
         """For these buckets and sums of that dtype; None, in all processes, if one of them has not the memory, cannot
         reach the others' or finds other sums than an all-reduce."""
-        way, fault = cls.__new__(cls), None
+        way, fault = cls(buckets, dtype), None
         for step in (way._allocate, way._connect, way._try):
             try:
-                step(buckets, dtype)
+                step()
             except Exception as e:  # torch may yet change these functions, and NCCL does without them
                 fault = (str(e) or type(e).__name__).splitlines()[0]
                 print(f"note: gradients go by NCCL's kernels, not by copies ({fault})", flush=True)
-            if not _agreed(fault is None, buckets[0].parameters[0].device):
+            if not _agreed(fault is None, way.device):
                 return None
         return way
 
-    def _allocate(self, buckets: list[Bucket], dtype: torch.dtype):
-        device, self.rank, self.world = buckets[0].parameters[0].device, dist.get_rank(), dist.get_world_size()
-        self.stream = torch.cuda.Stream() if device.type == "cuda" else None
-        unit, self.places, self.extra_bytes, self.kept = self.world * self.BLOCK, [], 0, []
-        for b in buckets:
+    def __init__(self, buckets: list[Bucket], dtype: torch.dtype):
+        """To be had from made()."""
+        self.buckets, self.dtype, self.device = buckets, dtype, buckets[0].parameters[0].device
+        self.rank, self.world, self.kept = dist.get_rank(), dist.get_world_size(), []
+        self.stream = torch.cuda.Stream() if self.device.type == "cuda" else None
+
+    def _allocate(self):
+        unit, self.places, self.extra_bytes = self.world * self.BLOCK, [], 0
+        for b in self.buckets:
             b.padded = -(-b.size // unit) * unit
-            for kind in (b.dtype, dtype):
+            for kind in (b.dtype, self.dtype):
                 self.places.append((b.padded, kind, self.extra_bytes // kind.itemsize))
                 self.extra_bytes += b.padded * kind.itemsize
         torch.cuda.empty_cache()  # this is not from torch's allocator, which holds all that the passes needed
-        self.memory = _symmetric_empty(self.extra_bytes, device)
-        largest = max(b.padded for b in buckets) // self.world
-        kinds = {b.dtype for b in buckets}
-        self.parts = {k: torch.empty((self.world - 1) * largest, dtype=k, device=device) for k in kinds}
-        sizes = [b.padded // unit for b in buckets]
-        self.squares = torch.zeros(sum(sizes), device=device)  # of this process's parts' sums
-        for b, squares in zip(buckets, self.squares.split(sizes)):
+        self.memory = _symmetric_empty(self.extra_bytes, self.device)
+        largest = max(b.padded for b in self.buckets) // self.world
+        kinds = {b.dtype for b in self.buckets}
+        self.parts = {k: torch.empty((self.world - 1) * largest, dtype=k, device=self.device) for k in kinds}
+        sizes = [b.padded // unit for b in self.buckets]
+        self.squares = torch.zeros(sum(sizes), device=self.device)  # of this process's parts' sums
+        for b, squares in zip(self.buckets, self.squares.split(sizes)):
             b.squares = squares
 
-    def _connect(self, buckets: list[Bucket], dtype: torch.dtype):
+    def _connect(self):
         self.handle = _symmetric_handle(self.memory)
         views = iter([[self.handle.get_buffer(r, (n,), *at) for r in range(self.world)] for n, *at in self.places])
-        for b in buckets:
+        for b in self.buckets:
             b.flats, b.all_sums = next(views), next(views)
             b.lay(b.flats[self.rank].zero_(), b.all_sums[self.rank].zero_())
         if self.stream:
             torch.cuda.synchronize()
 
-    def _try(self, buckets: list[Bucket], dtype: torch.dtype):
+    def _try(self):
         """Of each dtype the smallest bucket, against an all-reduce."""
-        fine, tried = True, {b.dtype: b for b in sorted(buckets, key=lambda b: -b.size)}.values()
+        fine, tried = True, {b.dtype: b for b in sorted(self.buckets, key=lambda b: -b.size)}.values()
         for b in tried:
             numbers = torch.arange(b.padded, dtype=torch.int32, device=b.flat.device)
             b.flat.copy_((numbers % 251 - 125) * (self.rank + 1))
@@ -751,7 +756,7 @@ class PeerCopies:
             self._add_up(b)
             self.wait()
             fine &= torch.allclose(b.sums.float(), expected, rtol=0.01)
-        fine = _agreed(fine, self.parts[b.dtype].device)  # after which nobody reads these any more
+        fine = _agreed(fine, self.device)  # after which nobody reads these any more
         for b in tried:
             b.flat.zero_(), b.sums.zero_()
         if not fine:
@@ -873,7 +878,7 @@ class SharedGradients:
             self.way = PeerCopies.made(self.buckets, self.dtype)
         if self.way is None:
             self.buckets = self._cut(order, lambda p: self.dtype, AllReduce.BUCKET)
-            self.way = AllReduce(self.buckets, self.dtype)
+            self.way = AllReduce(self.buckets)
 
     @staticmethod
     def _cut(order: list[nn.Parameter], dtype_of, size: int) -> list[Bucket]:
@@ -1145,9 +1150,6 @@ def linear_geglu(x, proj: nn.Linear) -> torch.Tensor:
     if not one:
         return geglu(F.linear(x, w), proj.bias)
     return _linear_geglu(x.reshape(-1, x.shape[-1]), w, proj.bias).view(*x.shape[:-1], C)
-
-
-GEGLU_TILE = 128, 128, 64  # tokens, channels, inputs at a time
 
 
 def _linear_geglu(x, w, bias, fast: bool = True) -> torch.Tensor:

@@ -9,12 +9,11 @@ The last line is JSON with the ratio of UNet evaluations a second. The peer need
 
 import argparse
 import json
-import statistics
 import sys
 import time
 
 import torch
-from train_bench import ROOT, last_json, peer_unet, want_gpu
+from train_bench import ROOT, peer_unet, race, want_gpu
 
 SIDE, CFG, DTYPE = 64, 7.5, torch.bfloat16  # of latents; guidance
 
@@ -85,12 +84,17 @@ def main():
         torch.backends.cudnn.benchmark = True
         row = ours(args.pictures, args.steps) if args.side == "ours" else peer(args.pictures, args.steps, args.mode)
         return print(json.dumps(row))
-    rows = {"ours": [], "peer": []}
-    for side in ("ours", "peer", "ours"):
-        command = [sys.executable, __file__, "--pictures", str(args.pictures), "--steps", str(args.steps)]
-        rows[side].append(last_json([*command, "--mode", args.mode, "--side", side]))
-        print(side, json.dumps(rows[side][-1]), flush=True)
-    rate = {side: statistics.mean(row["evaluations_per_s"] for row in rows[side]) for side in rows}
+    command = [
+        sys.executable,
+        __file__,
+        "--pictures",
+        str(args.pictures),
+        "--steps",
+        str(args.steps),
+        "--mode",
+        args.mode,
+    ]
+    rows, rate = race([*command, "--side", "ours"], [*command, "--side", "peer"], 1, "evaluations_per_s")
     print(json.dumps({
         "pictures": args.pictures, "mode": args.mode, "card": rows["peer"][0]["card"],
         **{f"{side}_evaluations_per_s": round(r, 1) for side, r in rate.items()},

@@ -95,6 +95,16 @@ def last_json(command: list[str]) -> dict:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+def race(ours: list[str], peer: list[str], rounds: int, name: str) -> tuple[dict, dict]:
+    """Both sides' commands by turns: ours, peer, ours, ..., ours. What they print last, and the mean of that number."""
+    rows = {"ours": [], "peer": []}
+    for i in range(2 * rounds + 1):
+        side, command = ("peer", peer) if i % 2 else ("ours", ours)
+        rows[side].append(last_json(command))
+        print(side, json.dumps(rows[side][-1]), flush=True)
+    return rows, {side: statistics.mean(row[name] for row in rows[side]) for side in rows}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=256, help="pixels a side")
@@ -112,12 +122,7 @@ def main():
     ours = [sys.executable, "SD_Train.py", "--phase", "scratch_256", "--accumulate", "1", *common, "--benchmark",
             str(args.steps), *args.ours]  # fmt: skip
     peer = [sys.executable, __file__, *common, "--steps", str(args.steps), "--peer", args.peer, "--side", "peer"]
-    rows = {"ours": [], "peer": []}
-    for i in range(2 * args.rounds + 1):
-        side = "peer" if i % 2 else "ours"
-        rows[side].append(last_json(peer if i % 2 else ours))
-        print(side, json.dumps(rows[side][-1]), flush=True)
-    rate = {side: statistics.mean(row["images_per_s"] for row in rows[side]) for side in rows}
+    rows, rate = race(ours, peer, args.rounds, "images_per_s")
     print(json.dumps({
         "size": args.size, "batch": args.batch, "peer": args.peer, "card": rows["peer"][0]["card"],
         **{f"{side}_images_per_s": round(r, 1) for side, r in rate.items()},
