@@ -4,6 +4,7 @@ import copy
 import io
 import os
 import pickle
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -343,7 +344,9 @@ def test_bf16_copies_of_weights(large_tiles):
         errors = [
             [((g.float() - e).norm() / e.norm()).item() for g, e in zip(grads, exact)] for grads in (found, rounded)
         ]
-        assert sum(errors[0]) < (1.2 if DEVICE == "cuda" else 2.5) * sum(errors[1])
+        # Not the sum: after a step, gradients of a few q and k are all noise, whichever way they are rounded.
+        kernels, autocast = (statistics.geometric_mean(e) for e in errors)
+        assert kernels < (1.1 if DEVICE == "cuda" else 2.5) * autocast
         step.step(1e-2, step.norm(), 1.0, 0.9)
     assert all(
         (p.copy_bf16.float() - q).abs().max() > 1e-3 for p, q in zip(halves, K.multiplied(K.apply(random_unet(32, 64))))
