@@ -418,14 +418,14 @@ if triton is not None:
             total += _tile(x, r, c, C, (r < N)[:, None] & (c < C)[None, :])
         tl.store(part + tl.program_id(0) * C + c, tl.sum(total, 0), mask=c < C)
 
-    @triton.jit
-    def _adamw(table, rates, grads, chunks, norm, limit, lr, beta1, beta2, eps, correction1, correction2, decay, K,
-               BLOCK: tl.constexpr):  # fmt: skip
+    @triton.jit(do_not_specialize=["begin"])
+    def _adamw(table, rates, grads, chunks, begin, norm, limit, lr, beta1, beta2, eps, correction1, correction2, decay,
+               K, BLOCK: tl.constexpr):  # fmt: skip
         """AdamW and the weights' average for BLOCK numbers of one of K tensors; nothing, if the norm is not finite.
         table [6, K]: addresses of weights, two moments, averages and bf16 copies (0: none), and sizes; rates [2, K]:
         multiples of lr, weight decays; grads [2, K]: addresses of gradients, and whether they are bf16, else fp32;
-        chunks [programs, 2]: tensor and block in it."""
-        at = chunks + 2 * tl.program_id(0)
+        chunks [.., 2]: tensor and block in it, of which the first program takes number begin."""
+        at = chunks + 2 * (begin + tl.program_id(0))
         k, i = tl.load(at), tl.load(at + 1) * BLOCK + tl.arange(0, BLOCK)
         none = tl.zeros([BLOCK], tl.int32)  # makes blocks of numbers, as Triton's interpreter fails to compare these
         n = tl.load(norm + none)
@@ -513,7 +513,9 @@ class FusedStep:
     Works on the state of a torch.optim.AdamW, which stays what is saved and loaded. Weights are fp32. With `half`, the
     pass also leaves a bf16 copy of the weights that the fused blocks multiply with, which is what autocast would make
     of them, and takes their gradients in bf16, as the products give them, or their fp32 sum: nothing is cast back and
-    forth. With `shared`, it takes the gradients that processes have added up.
+    forth. With `shared`, it takes the gradients that processes have added up, and may leave a part of the weights to
+    each process (Rajbhandari et al. 2019, arXiv:1910.02054, stage 1): then complete() is to be called before anything
+    but the next pass reads weights, moments or averages.
     """
 
     BLOCK, WARPS = 512, 8
@@ -522,42 +524,59 @@ class FusedStep:
                  accumulates: bool = False, shared: "SharedGradients | None" = None):  # fmt: skip
         """averages: of each of the optimizer's parameters. A state that is not there yet becomes zeros. half: weights
         from multiplied(), which DDP cannot see the gradients of. accumulates: over several backward passes a step."""
-        self.shared = shared
+        self.shared, self.launches = shared, None
         self.optimizer, self.averages, half = optimizer, averages, set(half)  # kept alive, as their addresses are
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        device = self.parameters[0].device
-        rows, rates, chunks, counts = [], [], [], []
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                state = optimizer.state[p]
-                if not state:
-                    state["step"] = torch.zeros((), device=device)
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-                counts.append(state["step"])
-                tensors = [p, state["exp_avg"], state["exp_avg_sq"], averages[p]]
-                if any(t.stride() != p.stride() or t.dtype != torch.float32 for t in tensors):
-                    raise ValueError("weights, moments and averages must lie alike in memory, in fp32")
-                p.copy_bf16 = p.detach().to(torch.bfloat16) if p in half else None
-                if p in half:
-                    p.copy_bf16.accumulates, p.copy_bf16.gradient = accumulates, None
-                    p.copy_bf16.arrived = None if shared is None else partial(shared.arrived, p)
-                chunks += [[len(rows), i] for i in range(-(-p.numel() // self.BLOCK))]
-                copy = 0 if p.copy_bf16 is None else p.copy_bf16.data_ptr()
-                rows.append([*(t.data_ptr() for t in tensors), copy, p.numel()])
-                rates.append([group["lr_scale"], group["weight_decay"]])
+        device, counts = self.parameters[0].device, []
+        for p in self.parameters:
+            state = optimizer.state[p]
+            if not state:
+                state["step"] = torch.zeros((), device=device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+            counts.append(state["step"])
+            if any(t.stride() != p.stride() or t.dtype != torch.float32 for t in self._tensors(p)):
+                raise ValueError("weights, moments and averages must lie alike in memory, in fp32")
+            p.copy_bf16 = p.detach().to(torch.bfloat16) if p in half else None
+            if p in half:
+                p.copy_bf16.accumulates, p.copy_bf16.gradient = accumulates, None
+                p.copy_bf16.arrived = None if shared is None else partial(shared.arrived, p)
         self.count = counts[0].to(device)  # of steps taken, one tensor for all
         for p in self.parameters:
             optimizer.state[p]["step"] = self.count
         self.done = int(self.count)
-        self.table = torch.tensor(rows, device=device).t().contiguous()  # [6, K]
-        self.rates = torch.tensor(rates, device=device).t().contiguous()  # [2, K]
-        self.chunks = torch.tensor(chunks, dtype=torch.int32, device=device)  # [programs, 2]
+
+    def _tensors(self, p: nn.Parameter) -> list[torch.Tensor]:
+        """A weight, its two moments and its average."""
+        state = self.optimizer.state[p]
+        return [p.detach(), state["exp_avg"], state["exp_avg_sq"], self.averages[p]]
+
+    def _plan(self):
+        """Tables for the kernel, after the first backward pass, when it is known what is whose to update."""
+        group_of = {p: group for group in self.optimizer.param_groups for p in group["params"]}
+        rows, rates, chunks, self.launches = [], [], [], []
+        for bucket, parts in self.shared.shares() if self.shared else [(None, _whole(self.parameters))]:
+            begin = len(chunks)
+            for p, start, size in parts:
+                chunks += [[len(rows), i] for i in range(-(-size // self.BLOCK))]
+                copy = 0 if p.copy_bf16 is None else p.copy_bf16.data_ptr() + 2 * start
+                rows.append([*(t.data_ptr() + 4 * start for t in self._tensors(p)), copy, size])
+                rates.append([group_of[p]["lr_scale"], group_of[p]["weight_decay"]])
+            self.launches.append((begin, len(chunks) - begin, bucket))
+        device = self.parameters[0].device
+        self.table = torch.tensor(rows, device=device).view(-1, 6).t().contiguous()  # [6, K]
+        self.rates = torch.tensor(rates, device=device).view(-1, 2).t().contiguous()  # [2, K]
+        self.chunks = torch.tensor(chunks, dtype=torch.int32, device=device)  # [.., 2]
 
     def gradients(self) -> list[torch.Tensor]:
+        """One for each row of the table, lying as its weight does."""
         if self.shared is not None:
-            return [self.shared.sums[p] for p in self.parameters]
+            return self.shared.sums
         check_all_trained(self.parameters)
-        return [_gradient(p) for p in self.parameters]
+        grads = [_gradient(p) for p in self.parameters]
+        for i, (p, g) in enumerate(zip(self.parameters, grads)):
+            if _strides(g) != _strides(p) or g.data_ptr() % 16:  # a slice of another gradient may lie anywhere
+                grads[i] = torch.empty_like(p, dtype=g.dtype).copy_(g)
+        return grads
 
     @torch.no_grad()
     def norm(self) -> torch.Tensor:
@@ -569,9 +588,8 @@ class FusedStep:
         """One step with gradients scaled to a norm of at most limit; then averages = decay averages + (1 - decay)
         weights. If the norm is not finite, nothing happens, and skipped() is to be called. It waits for nothing."""
         grads = self.gradients()
-        for i, (p, g) in enumerate(zip(self.parameters, grads)):
-            if _strides(g) != _strides(p) or g.data_ptr() % 16:  # a slice of another gradient may lie anywhere
-                grads[i] = torch.empty_like(p, dtype=g.dtype).copy_(g)
+        if self.launches is None:
+            self._plan()
         addresses = torch.tensor([[g.data_ptr() for g in grads], [g.dtype == torch.bfloat16 for g in grads]])
         if self.table.is_cuda:
             addresses = addresses.pin_memory().to(self.table.device, non_blocking=True)
@@ -579,34 +597,57 @@ class FusedStep:
         (beta1, beta2), eps = group["betas"], group["eps"]
         self.done += 1
         corrections = 1 - beta1**self.done, 1 - beta2**self.done
-        _adamw[(len(self.chunks),)](
-            self.table, self.rates, addresses, self.chunks, norm, float(limit), lr, beta1, beta2, eps,
-            *corrections, decay, len(self.parameters), BLOCK=self.BLOCK, num_warps=self.WARPS,
-        )  # fmt: skip
+        for begin, programs, bucket in self.launches:
+            if programs:
+                _adamw[(programs,)](
+                    self.table, self.rates, addresses, self.chunks, begin, norm, float(limit), lr, beta1, beta2, eps,
+                    *corrections, decay, len(grads), BLOCK=self.BLOCK, num_warps=self.WARPS,
+                )  # fmt: skip
+            if bucket:
+                self.shared.way.spread(bucket)
+        if self.shared:
+            self.shared.way.wait()
         self.count += norm.isfinite()
 
     def skipped(self):
         self.done -= 1
+
+    @torch.no_grad()
+    def complete(self):
+        """Weights, moments and averages as a whole in every process. All call this at once."""
+        for bucket in self.shared.buckets if self.shared else ():
+            if bucket.split:
+                self.shared.way.complete(bucket, self._tensors)
+
+
+def _whole(parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, int, int]]:
+    """Weights, where what is to be updated of them begins, and how many numbers it has: all."""
+    return [(p, 0, p.numel()) for p in parameters]
 
 
 class Bucket:
     """Weights whose gradients travel between processes together: flat memory to send from and flat memory for the sums,
     which may be one, and in both a view for each weight, which lies as the weight does."""
 
-    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype):
-        """dtype: of what is sent."""
-        self.parameters, self.dtype, self.missing, self.starts, self.size = parameters, dtype, len(parameters), [], 0
+    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, split: bool = False):
+        """dtype: of what is sent. split: each process updates a part of these weights, all of which have bf16 copies,
+        and these travel instead of the gradients' sums, of which each process has its part only."""
+        self.parameters, self.dtype, self.split, self.missing = parameters, dtype, split, len(parameters)
+        self.starts, self.size = [], 0
         for p in parameters:
             self.starts.append(self.size)
             self.size += -(-p.numel() // 8) * 8  # each begins at a multiple of 16 bytes
 
     def lay(self, flat: torch.Tensor, sums: torch.Tensor):
         self.flat, self.sums = flat, sums
-        self.views, self.sum_views = [], []
-        for p, start in zip(self.parameters, self.starts):
-            like = _gradient(p) if _strides(_gradient(p)) == _strides(p) else p  # to the letter, one kernel copies many
-            for memory, views in ((flat, self.views), (sums, self.sum_views)):
-                views.append(memory.as_strided(p.shape, like.stride(), memory.storage_offset() + start))
+        # A gradient's strides to the letter, where they say the same: one kernel copies many then.
+        likes = [_gradient(p) if _strides(_gradient(p)) == _strides(p) else p for p in self.parameters]
+        self.views, self.sum_views = self.views_of(flat, likes), None if self.split else self.views_of(sums, likes)
+
+    def views_of(self, memory: torch.Tensor, likes: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Of such flat memory, one for each weight, which lies as in `likes`."""
+        begin = memory.storage_offset()
+        return [memory.as_strided(x.shape, x.stride(), begin + start) for x, start in zip(likes, self.starts)]
 
     def fill(self) -> list[torch.Tensor]:
         """With the gradients, which are returned: whoever drops them gives their memory to what comes next."""
@@ -640,6 +681,10 @@ class AllReduce:
     def norm(self) -> torch.Tensor:
         """Of all sums together, fp32."""
         return _total_norm([b.sums for b in self.buckets])
+
+    def shares(self):
+        """As PeerCopies.shares()."""
+        return [(None, [(part, view) for b in self.buckets for part, view in zip(_whole(b.parameters), b.sum_views)])]
 
     def reset(self):
         self.works.clear()
@@ -681,8 +726,9 @@ class PeerCopies:
     """Adds up buckets over the processes of one machine, whose GPUs read each other's memory with their copy engines:
     products and convolutions keep all multiprocessors, of which NCCL's kernels hold some.
 
-    A bucket has a part for each process. Each process copies its part from all others, adds them up in fp32, and
-    copies the other parts' sums from those who made them. All have the same bits.
+    A bucket has a part for each process. Each process copies its part from all others and adds them up in fp32. Of
+    weights with bf16 copies, it then updates its part alone, and copies the other parts' bf16 weights from those who
+    updated them; of the few others, it copies the other parts' sums, and all update all. All have the same bits.
     """
 
     BUCKET = 8 << 20  # numbers; the last ones' way is what the backward pass does not hide
@@ -711,6 +757,7 @@ class PeerCopies:
                 print(f"note: gradients go by NCCL's kernels, not by copies ({fault})", flush=True)
             if not _agreed(fault is None, way.device):
                 return None
+        way._house_copies()
         return way
 
     def __init__(self, buckets: list[Bucket], dtype: torch.dtype):
@@ -723,7 +770,8 @@ class PeerCopies:
         unit, self.places, self.extra_bytes = self.world * self.BLOCK, [], 0
         for b in self.buckets:
             b.padded = -(-b.size // unit) * unit
-            for kind in (b.dtype, self.dtype):
+            b.mine = slice(self.rank * b.padded // self.world, (self.rank + 1) * b.padded // self.world)
+            for kind in (b.dtype, torch.bfloat16 if b.split else self.dtype):
                 self.places.append((b.padded, kind, self.extra_bytes // kind.itemsize))
                 self.extra_bytes += b.padded * kind.itemsize
         torch.cuda.empty_cache()  # this is not from torch's allocator, which holds all that the passes needed
@@ -740,14 +788,15 @@ class PeerCopies:
         self.handle = _symmetric_handle(self.memory)
         views = iter([[self.handle.get_buffer(r, (n,), *at) for r in range(self.world)] for n, *at in self.places])
         for b in self.buckets:
-            b.flats, b.all_sums = next(views), next(views)
-            b.lay(b.flats[self.rank].zero_(), b.all_sums[self.rank].zero_())
+            b.flats, b.results = next(views), next(views)  # what comes back: sums, or weights
+            result = b.results[self.rank].zero_()
+            b.lay(b.flats[self.rank].zero_(), _floats(result, b.padded // self.world) if b.split else result)
         if self.stream:
             torch.cuda.synchronize()
 
     def _try(self):
-        """Of each dtype the smallest bucket, against an all-reduce."""
-        fine, tried = True, {b.dtype: b for b in sorted(self.buckets, key=lambda b: -b.size)}.values()
+        """Of each kind the smallest bucket, against an all-reduce."""
+        fine, tried = True, {(b.dtype, b.split): b for b in sorted(self.buckets, key=lambda b: -b.size)}.values()
         for b in tried:
             numbers = torch.arange(b.padded, dtype=torch.int32, device=b.flat.device)
             b.flat.copy_((numbers % 251 - 125) * (self.rank + 1))
@@ -755,12 +804,24 @@ class PeerCopies:
             dist.all_reduce(expected)
             self._add_up(b)
             self.wait()
-            fine &= torch.allclose(b.sums.float(), expected, rtol=0.01)
+            if b.split:
+                fine &= torch.allclose(b.sums, expected[b.mine])
+                b.results[self.rank][b.mine] = b.sums
+                self.spread(b)
+                self.wait()
+            fine &= torch.allclose(b.results[self.rank].float(), expected, rtol=0.01)
         fine = _agreed(fine, self.device)  # after which nobody reads these any more
         for b in tried:
-            b.flat.zero_(), b.sums.zero_()
+            b.flat.zero_(), b.sums.zero_(), b.results[self.rank].zero_()
         if not fine:
             raise RuntimeError("what was copied from the other GPUs' memory adds up to something else")
+
+    def _house_copies(self):
+        """The split weights' bf16 copies move to where other processes reach them."""
+        for b in self.buckets:
+            if b.split:
+                for p, view in zip(b.parameters, b.views_of(b.results[self.rank], b.parameters)):
+                    p.copy_bf16.data = view.copy_(p.copy_bf16)
 
     def _barrier(self):
         self.handle.barrier(0, self.TIMEOUT_MS)
@@ -773,19 +834,59 @@ class PeerCopies:
             self._add_up(bucket)
 
     def _add_up(self, bucket: Bucket):
-        n, r = bucket.padded // self.world, self.rank
-        others = [(r + i) % self.world for i in range(1, self.world)]  # each process begins with another
-        parts, mine = self.parts[bucket.dtype], slice(r * n, (r + 1) * n)
+        n, others = bucket.padded // self.world, self._others()
+        parts, sums = self.parts[bucket.dtype], bucket.sums if bucket.split else bucket.sums[bucket.mine]
         self._barrier()  # all have filled theirs
         for i, other in enumerate(others):
-            parts[i * n : (i + 1) * n].copy_(bucket.flats[other][mine])
+            parts[i * n : (i + 1) * n].copy_(bucket.flats[other][bucket.mine])
         _add_parts[(n // self.BLOCK,)](
-            bucket.flat[mine], parts, bucket.sums[mine], bucket.squares, n, P=self.world - 1, BLOCK=self.BLOCK
+            bucket.flat[bucket.mine], parts, sums, bucket.squares, n, P=self.world - 1, BLOCK=self.BLOCK
         )
-        self._barrier()  # all parts are added up
-        for other in others:
+        if not bucket.split:
+            self._collect(bucket)
+
+    def _others(self) -> list[int]:
+        """Each process begins with another."""
+        return [(self.rank + i) % self.world for i in range(1, self.world)]
+
+    def _collect(self, bucket: Bucket):
+        """The other parts' results. No process writes to its flat memory or its results again before norm(), for which
+        all must have come so far."""
+        n = bucket.padded // self.world
+        self._barrier()  # all have made theirs
+        for other in self._others():
             theirs = slice(other * n, (other + 1) * n)
-            bucket.sums[theirs].copy_(bucket.all_sums[other][theirs])
+            bucket.results[self.rank][theirs].copy_(bucket.results[other][theirs])
+
+    def spread(self, bucket: Bucket):
+        """The weights of a split bucket, of which this process has just updated its part."""
+        if self.stream:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            self._collect(bucket)
+
+    def shares(self):
+        """What this process updates, in that order: a bucket to spread() afterwards or None, and pairs of a weight with
+        the beginning and size of what is meant of it, in the order of memory, and of the sums of its gradients."""
+        whole = [b for b in self.buckets if not b.split]
+        yield None, [(part, view) for b in whole for part, view in zip(_whole(b.parameters), b.sum_views)]
+        for b in self.buckets:
+            if b.split:
+                parts, first, end = [], b.mine.start, b.mine.stop
+                for p, start in zip(b.parameters, b.starts):
+                    begin, stop = max(start, first), min(start + p.numel(), end)
+                    if begin < stop:
+                        parts.append(((p, begin - start, stop - begin), b.sums[begin - first : stop - first]))
+                yield b, parts
+
+    def complete(self, bucket: Bucket, tensors_of):
+        """Of a split bucket's weights, all parts of each of their fp32 tensors_of(weight), which lie as they do."""
+        for tensors in zip(*map(tensors_of, bucket.parameters)):
+            flat = _floats(bucket.flat, bucket.padded)
+            views = bucket.views_of(flat, tensors)
+            torch._foreach_copy_(views, list(tensors))
+            dist.all_gather_into_tensor(flat, flat[bucket.mine].clone())
+            torch._foreach_copy_(list(tensors), views)
 
     def wait(self):
         if self.stream:
@@ -814,20 +915,22 @@ class SharedGradients:
     within a CUDA graph and of bf16 copies, which that cannot.
 
     All processes start with the first one's weights. In a step's last backward pass (`last` is set before it), each
-    bucket of weights is sent as soon as all its gradients are there; finish() waits for the sums. `sums` are in fp32,
-    or in bf16 if asked, which halves the traffic and rounds. Buckets follow the order in which the first pass finds the
-    gradients, as the time projections of all blocks, being one product, come last.
+    bucket of weights is sent as soon as all its gradients are there; finish() waits for the sums. What is sent is in
+    fp32, or in bf16 if asked, which halves the traffic and rounds. Buckets follow the order in which the first pass
+    finds the gradients, as the time projections of all blocks, being one product, come last.
+
+    After finish(), shares() is what this process updates, and `sums` are of the gradients of that.
     """
 
     @torch.no_grad()
     def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, half=(), copies: bool = True):
         """half: the weights that will have bf16 copies. copies: by PeerCopies where that is possible."""
         self.parameters, self.dtype, self.last, self.copies = parameters, dtype, True, copies
-        self.buckets, self.order, self.way, self.sums = [], {}, None, {}
-        half = set(half)
+        self.buckets, self.order, self.way, self.sums = [], {}, None, []
+        self.half = set(half)
         for p in parameters:
             dist.broadcast(p.data, 0)
-            if p not in half:  # whose hook would be called too, though nothing is accumulated; see _Half
+            if p not in self.half:  # whose hook would be called too, though nothing is accumulated; see _Half
                 p.register_post_accumulate_grad_hook(self.arrived)
 
     def arrived(self, p: nn.Parameter):
@@ -863,34 +966,38 @@ class SharedGradients:
             dist.broadcast(order, 0)  # all send the same
             self._choose_way([self.parameters[i] for i in order.tolist()])
             self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-            self.sums = {p: view for b in self.buckets for p, view in zip(b.parameters, b.sum_views)}
+            self.sums = [sums for _, parts in self.way.shares() for _, sums in parts]
             for bucket in self.buckets:
                 self._send(bucket)
         self.way.wait()
+
+    def shares(self):
+        """As PeerCopies.shares(), without the sums."""
+        return [(bucket, [part for part, _ in parts]) for bucket, parts in self.way.shares()]
 
     @torch.no_grad()
     def _choose_way(self, order: list[nn.Parameter]):
         device = order[0].device
         if _agreed(self.copies and PeerCopies.possible(device), device):
             rounded = self.dtype == torch.bfloat16
-            kind = (lambda p: self.dtype) if rounded else (lambda p: _gradient(p).dtype)
-            self.buckets = self._cut(order, kind, PeerCopies.BUCKET)
+            sent = (lambda p: self.dtype) if rounded else (lambda p: _gradient(p).dtype)
+            self.buckets = self._cut(order, lambda p: (sent(p), p in self.half), PeerCopies.BUCKET)
             self.way = PeerCopies.made(self.buckets, self.dtype)
         if self.way is None:
-            self.buckets = self._cut(order, lambda p: self.dtype, AllReduce.BUCKET)
+            self.buckets = self._cut(order, lambda p: (self.dtype,), AllReduce.BUCKET)
             self.way = AllReduce(self.buckets)
 
     @staticmethod
-    def _cut(order: list[nn.Parameter], dtype_of, size: int) -> list[Bucket]:
-        """Buckets of one dtype each, somewhat larger than `size`, in the order in which they are full."""
+    def _cut(order: list[nn.Parameter], kind_of, size: int) -> list[Bucket]:
+        """Buckets of one kind each (dtype, split), somewhat larger than `size`, in the order in which they are full."""
         full, begun = [], {}
         for p in order:
-            kind = dtype_of(p)
+            kind = kind_of(p)
             part = begun.setdefault(kind, [])
             part.append(p)
             if sum(q.numel() for q in part) > size:
                 full.append((begun.pop(kind), kind))
-        return [Bucket(part, kind) for part, kind in full + [(part, kind) for kind, part in begun.items()]]
+        return [Bucket(part, *kind) for part, kind in full + [(part, kind) for kind, part in begun.items()]]
 
 
 class _Half(torch.autograd.Function):

@@ -404,6 +404,11 @@ class Update:
         if self.fused:
             self.fused.skipped()
 
+    def complete(self):
+        """Before anything but the next step reads weights, averages or the optimizer's state; all processes at once."""
+        if self.fused:
+            self.fused.complete()
+
 
 def sample_losses(net, batch: Batch, text: torch.Tensor, schedule: NoiseSchedule) -> torch.Tensor:
     """Mean squared error of each sample's prediction, fp32 [B]. net(noisy, t, text) predicts."""
@@ -1120,7 +1125,11 @@ def main(argv=None):
                 if log:
                     log.write("log.jsonl", row)
                 progress.window = Window()
-            if settings["val_steps"] and (step % settings["val_steps"] == 0 or step == total):
+            validating = settings["val_steps"] and (step % settings["val_steps"] == 0 or step == total)
+            painting = settings["sample_steps"] and (step % settings["sample_steps"] == 0 or step == total)
+            if validating or painting or saving:
+                update.complete()
+            if validating:
                 for weights_name, module in (("live", denoiser), ("ema", ema)):
                     for split, part in fixed.items():
                         result = validate(
@@ -1129,7 +1138,7 @@ def main(argv=None):
                         if log:
                             row = {"step": step, "images": step * global_batch, "split": split, "weights": weights_name}
                             log.write("validation.jsonl", row | result)
-            if rank == 0 and settings["sample_steps"] and (step % settings["sample_steps"] == 0 or step == total):
+            if rank == 0 and painting:
                 path = out / "samples" / f"step_{step:08d}.png"
                 sample_grid(path, ema, text_encoder, vae, schedule, prompts, settings, device)
                 log.picture(path, step)
@@ -1261,8 +1270,8 @@ def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncode
     world, local = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if world > 1 and settings["kernels"]:
         shared = sums * numbers
-        if settings["peer_copies"] and local == world:  # which do not add up in the place they send from
-            shared += sums * numbers - (sums - 2) * copied * one_pass
+        if settings["peer_copies"] and local == world:  # of copied weights one part of the sums
+            shared += 4 * copied // world - (sums - 2) * copied * one_pass + sums * (numbers - copied)
     (one, block), (two, block_of_two) = (activation_bytes(settings, n, device) for n in (1, 2))  # linear in the batch
     parts = {
         "weights": 4 * (numbers + frozen) + 2 * copied,

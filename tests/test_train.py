@@ -193,6 +193,27 @@ def test_ranks_with_fused_kernels_share_their_gradients(data, tmp_path):
     assert column(tmp_path / "one", "seen") == column(tmp_path / "two", "seen")
 
 
+def copying(*_):
+    """A hook: as on_this_device, and processes copy from each other's memory."""
+    on_this_device()
+    for owner, name, value in micro.peer_memory():
+        setattr(owner, name, value)
+    SD_Kernels.PeerCopies.BUCKET, SD_Kernels.PeerCopies.BLOCK = 20_000, 1 << 13  # several, few and large tiles
+
+
+@pytest.mark.skipif(SD_Kernels.triton is None, reason="Triton is not installed")
+def test_ranks_that_update_a_part_of_the_weights_each(data, tmp_path):
+    """They write the checkpoint, with weights, averages and moments, and the validation of ranks that update all."""
+    more = ("--max_steps", 1, "--batch", 1, "--warmup", 0, "--val_steps", 1, "--val_images", 1, "--sample_steps", 0,
+            "--clip", 0, "--adaptive_clip", 0, "--kernels", "--dtype", "bf16", "--zero_init", "none")  # fmt: skip
+    train(data, tmp_path / "all", *more, "--no_peer_copies", world=2, hook=copying)
+    assert "note:" not in train(data, tmp_path / "part", *more, world=2, hook=copying)
+    whole, parts = (contents(last_checkpoint(tmp_path / name))[0] for name in ("all", "part"))
+    assert whole.keys() == parts.keys() and all(torch.equal(whole[k], parts[k]) for k in whole)
+    first, second = ((tmp_path / name / "validation.jsonl").read_text() for name in ("all", "part"))
+    assert first == second and first.count("\n") > 2
+
+
 def test_a_run_begun_before_a_setting_existed_takes_it_on_resume():
     saved = SD_Train.resolve(SD_Train.parse_args(["--phase", "demo"]), None)
     del saved["peer_copies"], saved["dtype"]

@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -28,6 +29,7 @@ import torch._dynamo  # noqa: E402, F401  (this and the next line: imported once
 from transformers import CLIPTextModel, CLIPTokenizer  # noqa: E402, F401
 
 import SD_Convert  # noqa: E402
+import SD_Kernels  # noqa: E402
 import SD_Model  # noqa: E402
 import SD_Train  # noqa: E402
 from data_pipeline import common  # noqa: E402
@@ -122,25 +124,48 @@ def free_port() -> int:
 def fork_ranks(function, count: int = 2) -> bytes:
     """What function(rank) returns in that many processes of one gloo group, one after another. Each ends at once, as a
     DDP that outlives its group can hang."""
-    port, (receive, send) = free_port(), os.pipe()
-    pids = []
-    for rank in range(count):
+    port, results, pids = free_port(), [tempfile.TemporaryFile() for _ in range(count)], []
+    for rank, result in enumerate(results):
         pids.append(os.fork())
         if pids[-1] == 0:
             try:
                 os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
                 torch.set_num_threads(1)  # the parent's do not live here, and work for several would wait for them
                 torch.distributed.init_process_group("gloo")
-                os.write(send, function(rank))
+                result.write(function(rank))
+                result.flush()
                 torch.distributed.barrier()
             except Exception:
                 traceback.print_exc()
             finally:
                 os._exit(0)
     [os.waitpid(pid, 0) for pid in pids]
-    os.close(send)
-    with os.fdopen(receive, "rb") as f:
-        return f.read()
+    return b"".join(result.seek(0) or result.read() for result in results)
+
+
+class FileMemory:
+    """In the place of torch's handle of symmetric memory: a file for each process, which all of them map."""
+
+    def __init__(self, size: int):
+        paths = [f"/dev/shm/sd_test_{os.environ['MASTER_PORT']}_{r}" for r in range(torch.distributed.get_world_size())]
+        self.of_rank = [torch.from_file(p, shared=True, size=size, dtype=torch.uint8) for p in paths]
+        self.barrier()
+        Path(paths[torch.distributed.get_rank()]).unlink()
+
+    def get_buffer(self, rank, sizes, dtype, storage_offset=0):
+        return self.of_rank[rank].view(dtype)[storage_offset : storage_offset + sizes[0]]
+
+    def barrier(self, channel=0, timeout_ms=0):
+        torch.distributed.barrier()
+
+
+def peer_memory(possible: bool = True) -> list[tuple]:
+    """What to set, as (owner, name, value), for processes on a CPU to reach each other's memory as GPUs do."""
+    return [
+        (SD_Kernels.PeerCopies, "possible", lambda device: possible),
+        (SD_Kernels, "_symmetric_empty", lambda size, device: torch.empty(size, dtype=torch.uint8)),
+        (SD_Kernels, "_symmetric_handle", lambda memory: FileMemory(len(memory))),
+    ]
 
 
 def start(argv: list[str], output: Path, hook=None, curves=False, limit=120, **environment) -> int:
