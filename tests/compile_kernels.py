@@ -12,7 +12,7 @@ import SD_Kernels as K
 # Types of arguments by name: activations and their gradients in bf16, the rest as in the kernels' docstrings.
 HALF = set("x x1 x2 x3 joined e y dy dres dx dx2 de a res h u du".split())
 FLOAT = set("eps scale limit lr beta1 beta2 correction1 correction2 decay".split())
-WHOLE = set("HW C C1 G S N K M ROWS".split())
+WHOLE = set("HW C C1 G S N K M ROWS begin".split())
 TABLES = {"table": "*i64", "grads": "*i64", "chunks": "*i32"}
 # Of _geglu_product, tiles that the GPU copies.
 TILES = {"x": "tensordesc<bf16[128, 64]>", "w": "tensordesc<bf16[2, 128, 64]>", "y": "tensordesc<bf16[128, 128]>"}
