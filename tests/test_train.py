@@ -3,6 +3,7 @@ in a forked process of its own (tests/faults/micro.py); tests/faults/run.py atta
 
 import copy
 import errno
+import io
 import itertools
 import json
 import math
@@ -1257,6 +1258,38 @@ def test_activations_are_counted(grad_checkpoint, kernels):
         assert four == pytest.approx(real, rel=0.02)
     else:
         assert 0.2 * real < four < 0.95 * real
+
+
+@pytest.mark.skipif(SD_Kernels.triton is None, reason="Triton is not installed")
+@pytest.mark.parametrize("more", [{}, {"accumulate": 2}, {"compress_gradients": True}, {"peer_copies": False}])
+def test_memory_of_shared_gradients_is_estimated(more):
+    """What two processes' buckets take, without the bf16 copies, which they would hold anyway."""
+    settings = SD_Train.resolve(SD_Train.parse_args(["--phase", "demo", "--model", "micro", "--batch", "1"]), None)
+    settings |= {"kernels": True, "dtype": "bf16", "accumulate": 1, **more}
+
+    def rank(r):
+        copying()
+        SD_Kernels.PeerCopies.BLOCK = 16
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
+        net = SD_Kernels.apply(SD_Model.UNet(SD_Model.PRESETS["micro"]["unet"], "none"))
+        denoiser = SD_Train.Denoiser(net, None)
+        update = SD_Train.Update(
+            SD_Train.make_optimizer(denoiser, settings), denoiser, copy.deepcopy(denoiser), settings, 2
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            out = net(torch.randn(1, 4, 8, 8), torch.zeros(1), torch.zeros(1, SD_Model.TextEncoder.MAX_LENGTH, 16))
+        out.float().sum().backward()
+        update.shared.finish()
+        storages = {}
+        for b in update.shared.buckets:
+            for memory in (b.flat, b.sums, *(p.copy_bf16 for p in b.parameters if b.split)):
+                storages[memory.untyped_storage().data_ptr()] = memory.untyped_storage().nbytes()
+        copies = sum(2 * p.numel() for b in update.shared.buckets if b.split for p in b.parameters)
+        estimate = SD_Train.memory_estimate(settings, denoiser, None, torch.device("cpu"))["gradients sent"]
+        return pickle.dumps((sum(storages.values()) - copies, estimate))
+
+    real, estimate = pickle.load(io.BytesIO(micro.fork_ranks(rank)))
+    assert estimate == pytest.approx(real, rel=0.02)
 
 
 @pytest.mark.parametrize("free,wanted", [(80, "none"), (47, "resblocks"), (30, "all"), (10, "all")])
