@@ -627,7 +627,7 @@ def _whole(parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, int, int]
 
 class Bucket:
     """Weights whose gradients travel between processes together: flat memory to send from and flat memory for the sums,
-    which may be one, and in both a view for each weight, which lies as the weight does."""
+    which may be one, and in both (if not split) a view for each weight, which lies as the weight does."""
 
     def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, split: bool = False):
         """dtype: of what is sent. split: each process updates a part of these weights, all of which have bf16 copies,
@@ -746,8 +746,8 @@ class PeerCopies:
 
     @classmethod
     def made(cls, buckets: list[Bucket], dtype: torch.dtype) -> "PeerCopies | None":
-        """For these buckets and sums of that dtype; None, in all processes, if one of them has not the memory, cannot
-        reach the others' or finds other sums than an all-reduce."""
+        """For these buckets, where sums that travel have that dtype; None, in all processes, if one of them has not the
+        memory, cannot reach the others' or finds other sums than an all-reduce."""
         way, fault = cls(buckets, dtype), None
         for step in (way._allocate, way._connect, way._try):
             try:
@@ -850,7 +850,7 @@ class PeerCopies:
         return [(self.rank + i) % self.world for i in range(1, self.world)]
 
     def _collect(self, bucket: Bucket):
-        """The other parts' results. No process writes to its flat memory or its results again before norm(), for which
+        """The other parts' results. Between a read of others' memory and the next write to it lies a norm(), for which
         all must have come so far."""
         n = bucket.padded // self.world
         self._barrier()  # all have made theirs
@@ -885,7 +885,7 @@ class PeerCopies:
             flat = _floats(bucket.flat, bucket.padded)
             views = bucket.views_of(flat, tensors)
             torch._foreach_copy_(views, list(tensors))
-            dist.all_gather_into_tensor(flat, flat[bucket.mine].clone())
+            dist.all_gather(list(flat.chunk(self.world)), flat[bucket.mine].clone())
             torch._foreach_copy_(list(tensors), views)
 
     def wait(self):
@@ -915,9 +915,10 @@ class SharedGradients:
     within a CUDA graph and of bf16 copies, which that cannot.
 
     All processes start with the first one's weights. In a step's last backward pass (`last` is set before it), each
-    bucket of weights is sent as soon as all its gradients are there; finish() waits for the sums. What is sent is in
-    fp32, or in bf16 if asked, which halves the traffic and rounds. Buckets follow the order in which the first pass
-    finds the gradients, as the time projections of all blocks, being one product, come last.
+    bucket of weights is sent as soon as all its gradients are there; finish() waits for the sums. These are in fp32;
+    with `dtype` bf16, what is sent is rounded, which halves the traffic, and so are sums that travel. Buckets follow
+    the order in which the first pass finds the gradients, as the time projections of all blocks, being one product,
+    come last.
 
     After finish(), shares() is what this process updates, and `sums` are of the gradients of that.
     """

@@ -410,6 +410,12 @@ class Update:
             self.fused.complete()
 
 
+def peak_memory(update: Update) -> float:
+    """GiB, with those that processes share, of which torch's allocator does not know. After the first step."""
+    shared = update.shared.way.extra_bytes if update.shared else 0
+    return (torch.cuda.max_memory_allocated() + shared) / 2**30
+
+
 def sample_losses(net, batch: Batch, text: torch.Tensor, schedule: NoiseSchedule) -> torch.Tensor:
     """Mean squared error of each sample's prediction, fp32 [B]. net(noisy, t, text) predicts."""
     noisy = schedule.add_noise(batch.latents, batch.noise, batch.t)  # [B, z, h, w]
@@ -1090,7 +1096,7 @@ def main(argv=None):
             if world > 1:
                 dist.all_reduce(stats)
             norm, (stopping, *sums) = norm.item(), stats.tolist()  # the step's one wait for the device
-            if math.isfinite(norm):  # the same on all ranks: gradients were averaged
+            if math.isfinite(norm):  # the same on all ranks
                 progress.updates, progress.skipped = progress.updates + 1, 0
                 progress.mean_norm += (min(norm, limit) - progress.mean_norm) * (0.01 if progress.mean_norm else 1)
             else:
@@ -1127,7 +1133,7 @@ def main(argv=None):
                 progress.window = Window()
             validating = settings["val_steps"] and (step % settings["val_steps"] == 0 or step == total)
             painting = settings["sample_steps"] and (step % settings["sample_steps"] == 0 or step == total)
-            if validating or painting or saving:
+            if validating or painting or saving or step == first + 1:  # where whatever it lacks is seen at once
                 update.complete()
             if validating:
                 for weights_name, module in (("live", denoiser), ("ema", ema)):
@@ -1147,7 +1153,7 @@ def main(argv=None):
                 saver.save(step, snapshot)
                 say(f"\ncheckpoint {step:,}: training waited {time.perf_counter() - started:.2f} s for the copy")
             if step == first + 2 and device.type == "cuda":  # Adam's state is there from the first step's end
-                say(f"\npeak memory: {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
+                say(f"\npeak memory: {peak_memory(update):.2f} GiB")
             if done:
                 break
     finally:
@@ -1266,19 +1272,20 @@ def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncode
     frozen = 0 if text_encoder is None or denoiser.text_encoder is not None else count_parameters(text_encoder)[1]
     copied = sum(p.numel() for p in SD_Kernels.multiplied(denoiser)) if copies_weights(settings) else 0
     one_pass = settings["accumulate"] == 1
-    shared, sums = 0, 2 if settings["compress_gradients"] else 4
+    sent, sums = 0, 2 if settings["compress_gradients"] else 4
     world, local = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if world > 1 and settings["kernels"]:
-        shared = sums * numbers
+        sent = sums * numbers
         if settings["peer_copies"] and local == world:  # of copied weights one part of the sums
-            shared += 4 * copied // world - (sums - 2) * copied * one_pass + sums * (numbers - copied)
+            copies = sent - (sums - 2) * copied * one_pass + sums * (numbers - copied) + 4 * copied // world
+            sent = max(sent, copies)  # NCCL may have to do it
     (one, block), (two, block_of_two) = (activation_bytes(settings, n, device) for n in (1, 2))  # linear in the batch
     parts = {
         "weights": 4 * (numbers + frozen) + 2 * copied,
         "Adam": 8 * numbers,
         "EMA": 4 * numbers,
         "gradients": 4 * numbers - 2 * copied * one_pass,
-        "gradients sent": shared,
+        "gradients sent": sent,
         "activations": one + (two - one) * (settings["batch"] - 1),
     }
     beside = parts["gradients"] + parts["activations"]
@@ -1357,6 +1364,8 @@ def benchmark(
     for step in range(-warmup, steps):
         if step == 0:
             sync()
+            if cuda:
+                torch.cuda.reset_peak_memory_stats()
             started, waited = time.perf_counter(), 0.0
         marks = [now()]
         for a in range(accumulate):
@@ -1383,8 +1392,6 @@ def benchmark(
         "forward_backward": sum(ms(a, b) for a, b, _ in points) / steps,
         "optimizer": sum(ms(b, c) for _, b, c in points) / steps,
     }
-    shared = update.shared
-    extra = shared.way.extra_bytes if shared else 0
     if rank == 0:
         print(json.dumps({
             "benchmark": "train", "model": settings["model"], "size": settings["size"], "batch": micro,
@@ -1397,8 +1404,8 @@ def benchmark(
             **{f"{name}_ms": round(value, 2) for name, value in parts.items()},
             "first_step_s": round(first_step, 2),
             "mfu": round(rate / world * flops / peak, 4) if peak else None,
-            "peak_GiB": round((torch.cuda.max_memory_allocated() + extra) / 2**30, 2) if cuda else None,
-            "gradients_by": shared and type(shared.way).__name__,
+            "peak_GiB": round(peak_memory(update), 2) if cuda else None,
+            "gradients_by": update.shared and type(update.shared.way).__name__,
             "card": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__,
         }))  # fmt: skip
     if world > 1:

@@ -1292,6 +1292,15 @@ def test_memory_of_shared_gradients_is_estimated(more):
     assert estimate == pytest.approx(real, rel=0.02)
 
 
+def test_memory_of_shared_gradients_is_enough_for_nccl(monkeypatch):
+    settings = SD_Train.resolve(SD_Train.parse_args(["--phase", "demo", "--model", "micro"]), None)
+    denoiser = SD_Train.Denoiser(SD_Kernels.apply(SD_Model.UNet(SD_Model.PRESETS["micro"]["unet"])), None)
+    monkeypatch.setenv("WORLD_SIZE", "8"), monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    settings |= {"kernels": True, "dtype": "bf16", "accumulate": 1}
+    estimate = SD_Train.memory_estimate(settings, denoiser, None, torch.device("cpu"))["gradients sent"]
+    assert estimate == 4 * SD_Model.count_parameters(denoiser)[1]
+
+
 @pytest.mark.parametrize("free,wanted", [(80, "none"), (47, "resblocks"), (30, "all"), (10, "all")])
 def test_auto_recomputes_as_little_as_fits(free, wanted, monkeypatch):
     peaks = {"none": 40 << 30, "resblocks": 38 << 30, "all": 20 << 30}
