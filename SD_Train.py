@@ -1364,8 +1364,6 @@ def benchmark(
     for step in range(-warmup, steps):
         if step == 0:
             sync()
-            if cuda:
-                torch.cuda.reset_peak_memory_stats()
             started, waited = time.perf_counter(), 0.0
         marks = [now()]
         for a in range(accumulate):
