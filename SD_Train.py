@@ -411,7 +411,8 @@ class Update:
 
 
 def peak_memory(update: Update) -> float:
-    """GiB, with those that processes share, of which torch's allocator does not know. After the first step."""
+    """GiB, with those that processes share, of which torch's allocator does not know. After the first step. From three
+    processes on too high, by up to bf16 copies that move at the first step's end and count twice."""
     shared = update.shared.way.extra_bytes if update.shared else 0
     return (torch.cuda.max_memory_allocated() + shared) / 2**30
 
