@@ -789,6 +789,7 @@ def main(argv=None):
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels, streams and events are the current device's
+        torch.backends.cudnn.benchmark = True  # batches are padded to one shape, or one for each bucket
     cuda = device.type == "cuda"
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     args.batch = (32 if cuda else 8) if args.batch is None else args.batch
