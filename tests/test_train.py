@@ -1329,3 +1329,25 @@ def test_lineage_can_be_printed(data, plain, tmp_path, capsys):
     SD_Run.main(["--plot", str(plain)])
     with pytest.raises(SD_Model.InputError, match="no log.jsonl"):
         SD_Run.main(["--plot", str(tmp_path)])
+
+
+def test_loss_benchmark_tells_rounding_from_other_training(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(Path(SD_Train.__file__).parent / "benchmarks"))
+    import loss_bench
+
+    def pair(*more):
+        flags = ["--model", "micro", "--size", "64", "--steps", "12", "--batch", "4", "--pictures", "8", "--splits"]
+        loss_bench.main([*flags, "1", "2", "--dtype", "fp32", "--device", "cpu", "--lr", "1e-3", *more])
+        return json.loads(capsys.readouterr().out.splitlines()[-1])["pairs"][0]
+
+    same, backward = pair(), SD_Train.backward
+    assert same["all"] < 1e-5 and same["last"] < 1e-5 and 0 < same["weights"] < 1e-3
+
+    def weighted_otherwise(net, batch, text, schedule, settings, share):
+        return backward(net, batch, text, schedule, settings | {"gamma": 1.0 if share == 1 else 5.0}, share)
+
+    monkeypatch.setattr(SD_Train, "backward", weighted_otherwise)
+    other = pair()
+    assert other["all"] > 1e-3 and other["last"] > 1e-3 and other["weights"] > 0.01
+    with pytest.raises(SD_Model.InputError, match="--splits must divide --batch 4, found 3"):
+        loss_bench.main(["--batch", "4", "--splits", "1", "3"])

@@ -1,0 +1,100 @@
+"""How far training's losses drift apart: the fast path from the plain one, and plain runs from each other.
+
+    python benchmarks/loss_bench.py --steps 200
+
+Every run starts from the same weights and sees the same pictures, noise and timesteps; plain runs differ only in how
+many micro-batches make a step, and so in the order of their sums. Of each pair of runs the last line (JSON) has the
+mean over the steps of |a - b| / b, of all steps and of the last quarter, and the distance of the trained weights
+relative to the way they went.
+"""
+
+import argparse
+import copy
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import SD_Kernels  # noqa: E402
+import SD_Train  # noqa: E402
+from SD_Data import Batch  # noqa: E402
+from SD_Model import PRESETS, InputError, NoiseSchedule, TextEncoder, UNet, run_cli  # noqa: E402
+
+
+def train(start: UNet, settings: dict, pictures: int, steps: int, device: torch.device) -> tuple[list, torch.Tensor]:
+    """Each step's mean loss, and a sample of the trained weights (every 997th number), fp32 on the CPU."""
+    unet, accumulate = copy.deepcopy(start), settings["accumulate"]
+    if settings["kernels"]:
+        SD_Kernels.apply(unet)
+    memory = torch.channels_last if device.type == "cuda" else torch.contiguous_format
+    denoiser = SD_Train.Denoiser(unet, None).to(device, memory_format=memory).train()
+    ema, config = copy.deepcopy(denoiser).requires_grad_(False), unet.config
+    update = SD_Train.Update(SD_Train.make_optimizer(denoiser, settings), denoiser, ema, settings, 1)
+    schedule = NoiseSchedule(settings["betas"], prediction=settings["prediction"])
+    run = SD_Train.MicroSteps(denoiser, lambda text: text, schedule, settings, update, device, print)
+    side = settings["size"] // PRESETS[settings["model"]]["vae"].factor
+    draw = torch.Generator().manual_seed(settings["seed"])
+    latents = torch.randn(pictures, config.in_channels, side, side, generator=draw)
+    text = torch.randn(pictures, TextEncoder.MAX_LENGTH, config.context_dim, generator=draw)
+    losses = []
+    for step in range(steps):
+        i = torch.randint(pictures, (settings["batch"] * accumulate,), generator=draw)
+        noise = torch.randn(len(i), *latents.shape[1:], generator=draw)
+        t = torch.randint(schedule.steps, (len(i),), generator=draw)
+        parts = zip(*(x.to(device).chunk(accumulate) for x in (latents[i], noise, t, text[i])))
+        of_step = [run(Batch(*part), first=a == 0, last=a == accumulate - 1) for a, part in enumerate(parts)]
+        lr = SD_Train.lr_at(step, steps, settings)
+        update(lr, settings["clip"], SD_Train.ema_decay(settings["ema"], step)).item()
+        run.end()
+        losses.append(torch.cat(of_step).mean().item())
+    update.complete()
+    return losses, torch.cat([p.detach().flatten()[::997].float().cpu() for p in denoiser.parameters()])
+
+
+def distances(a: list[float], b: list[float]) -> dict[str, float]:
+    apart = [abs(x - y) / y for x, y in zip(a, b)]
+    last = apart[-max(1, len(apart) // 4) :]
+    return {"all": sum(apart) / len(apart), "last": sum(last) / len(last)}
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="sd15", choices=list(PRESETS))
+    parser.add_argument("--size", type=int, default=128, help="pixels a side")
+    parser.add_argument("--batch", type=int, default=16, help="images a step")
+    parser.add_argument("--pictures", type=int, default=64, help="different ones")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--splits", type=int, nargs="+", default=[1, 2, 4], help="micro-batches of the plain runs")
+    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args(argv)
+    if bad := [n for n in args.splits if n < 1 or args.batch % n]:
+        raise InputError(f"--splits must divide --batch {args.batch}, found {bad[0]}")
+    device = torch.device(args.device)
+    flags = ["--phase", "scratch_256", "--model", args.model, "--size", str(args.size), "--lr", str(args.lr)]
+    settings = SD_Train.resolve(SD_Train.parse_args(flags), None) | {"dtype": args.dtype, "warmup": 20}
+    torch.manual_seed(settings["seed"])
+    start, runs = UNet(PRESETS[args.model]["unet"], settings["zero_init"]), {}
+    variants = [(f"plain, {n} micro-batches", n, False) for n in args.splits]
+    variants += [(f"kernels, {n} micro-batches", n, True) for n in (1, 2) if SD_Kernels.available(device)]
+    for name, count, kernels in variants:
+        how = settings | {"kernels": kernels, "accumulate": count, "batch": args.batch // count}
+        runs[name] = train(start, how, args.pictures, args.steps, device)
+        print(f"{name}: loss {runs[name][0][0]:.4f} -> {runs[name][0][-1]:.4f}", flush=True)
+    before = torch.cat([p.detach().flatten()[::997] for p in start.parameters()])
+    rows = []
+    for a, b in itertools.combinations(runs, 2):
+        (losses, weights), (others, other_weights) = runs[a], runs[b]
+        apart = (weights - other_weights).norm() / (other_weights - before).norm()
+        rows.append({"runs": [a, b], **distances(losses, others), "weights": apart.item()})
+    card = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    print(json.dumps({"steps": args.steps, "model": args.model, "dtype": args.dtype, "card": card,
+                      "torch": torch.__version__, "pairs": rows}))  # fmt: skip
+
+
+if __name__ == "__main__":
+    run_cli(main)
