@@ -215,7 +215,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--compile", help="instead: torch.compile of each residual block and transformer", **on)
     g.add_argument("--compress_gradients", help="average gradients over GPUs in bf16: half the traffic, rounded", **on)
     g.add_argument("--no_peer_copies", dest="peer_copies", action="store_false", default=None,
-                   help="NCCL shares gradients and each process updates all weights, even if GPUs reach each other's memory")  # fmt: skip
+                   help="let NCCL share gradients even if GPUs reach each other; all update all weights")  # fmt: skip
     g.add_argument("--channels_last", help="memory format; default on CUDA", **on)
     g.add_argument("--contiguous", dest="channels_last", action="store_false", default=None)
 
