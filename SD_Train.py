@@ -1132,8 +1132,9 @@ def main(argv=None):
                 if log:
                     log.write("log.jsonl", row)
                 progress.window = Window()
-            validating = settings["val_steps"] and (step % settings["val_steps"] == 0 or step == total)
-            painting = settings["sample_steps"] and (step % settings["sample_steps"] == 0 or step == total)
+            validating, painting = (
+                settings[n] and (step % settings[n] == 0 or step == total) for n in ("val_steps", "sample_steps")
+            )
             if validating or painting or saving or step == first + 1:  # where whatever it lacks is seen at once
                 update.complete()
             if validating:

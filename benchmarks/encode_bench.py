@@ -14,7 +14,7 @@ import sys
 import time
 
 import torch
-from train_bench import ROOT, race, want_gpu
+from train_bench import ROOT, race, tune, want_gpu
 
 
 def ours(size: int, batch: int, seconds: float) -> dict:
@@ -54,7 +54,7 @@ def peer(size: int, batch: int, seconds: float) -> dict:
     taken = encode(max(5, round(seconds / encode(5))))
     return {"img_per_s": round(batch / taken, 2), "batch": batch, "size": size,
             "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-            "device": torch.cuda.get_device_name(), "torch": torch.__version__}  # fmt: skip
+            "card": torch.cuda.get_device_name(), "torch": torch.__version__}  # fmt: skip
 
 
 def main():
@@ -66,18 +66,12 @@ def main():
     args = parser.parse_args()
     want_gpu()
     if args.side:
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-        torch.backends.cudnn.benchmark = True
+        tune()
         side = ours if args.side == "ours" else peer
         return print(json.dumps(side(args.size, args.batch, args.seconds)))
     command = [sys.executable, __file__, "--size", str(args.size), "--batch", str(args.batch),
                "--seconds", str(args.seconds), "--side"]  # fmt: skip
-    rows, rate = race([*command, "ours"], [*command, "peer"], 1, "img_per_s")
-    print(json.dumps({
-        "size": args.size, "batch": args.batch, "card": rows["peer"][0]["device"],
-        **{f"{side}_images_per_s": round(r, 1) for side, r in rate.items()},
-        "ratio": round(rate["ours"] / rate["peer"], 3),
-    }))  # fmt: skip
+    race([*command, "ours"], [*command, "peer"], 1, "img_per_s", size=args.size, batch=args.batch)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,13 @@ from SD_Data import Batch  # noqa: E402
 from SD_Model import PRESETS, InputError, NoiseSchedule, TextEncoder, UNet, run_cli  # noqa: E402
 
 
+def sampled(net: torch.nn.Module) -> torch.Tensor:
+    """Every 997th number of each weight, fp32 on the CPU."""
+    return torch.cat([p.detach().flatten()[::997].float().cpu() for p in net.parameters()])
+
+
 def train(start: UNet, settings: dict, pictures: int, steps: int, device: torch.device) -> tuple[list, torch.Tensor]:
-    """Each step's mean loss, and a sample of the trained weights (every 997th number), fp32 on the CPU."""
+    """Each step's mean loss, and a sample of the trained weights."""
     unet, accumulate = copy.deepcopy(start), settings["accumulate"]
     if settings["kernels"]:
         SD_Kernels.apply(unet)
@@ -50,8 +55,7 @@ def train(start: UNet, settings: dict, pictures: int, steps: int, device: torch.
         update(lr, settings["clip"], SD_Train.ema_decay(settings["ema"], step)).item()
         run.end()
         losses.append(torch.cat(of_step).mean().item())
-    update.complete()
-    return losses, torch.cat([p.detach().flatten()[::997].float().cpu() for p in denoiser.parameters()])
+    return losses, sampled(denoiser)
 
 
 def distances(a: list[float], b: list[float]) -> dict[str, float]:
@@ -70,11 +74,11 @@ def main(argv=None):
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--splits", type=int, nargs="+", default=[1, 2, 4], help="micro-batches of the plain runs")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", help="cuda, cuda:1, mps or cpu; default: the best there is")
     args = parser.parse_args(argv)
     if bad := [n for n in args.splits if n < 1 or args.batch % n]:
         raise InputError(f"--splits must divide --batch {args.batch}, found {bad[0]}")
-    device = torch.device(args.device)
+    device, *_ = SD_Train.setup_device(args.device)
     flags = ["--phase", "scratch_256", "--model", args.model, "--size", str(args.size), "--lr", str(args.lr)]
     settings = SD_Train.resolve(SD_Train.parse_args(flags), None) | {"dtype": args.dtype, "warmup": 20}
     torch.manual_seed(settings["seed"])
@@ -85,8 +89,7 @@ def main(argv=None):
         how = settings | {"kernels": kernels, "accumulate": count, "batch": args.batch // count}
         runs[name] = train(start, how, args.pictures, args.steps, device)
         print(f"{name}: loss {runs[name][0][0]:.4f} -> {runs[name][0][-1]:.4f}", flush=True)
-    before = torch.cat([p.detach().flatten()[::997] for p in start.parameters()])
-    rows = []
+    before, rows = sampled(start), []
     for a, b in itertools.combinations(runs, 2):
         (losses, weights), (others, other_weights) = runs[a], runs[b]
         apart = (weights - other_weights).norm() / (other_weights - before).norm()

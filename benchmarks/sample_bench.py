@@ -13,7 +13,7 @@ import sys
 import time
 
 import torch
-from train_bench import ROOT, peer_unet, race, want_gpu
+from train_bench import ROOT, peer_unet, race, tune, want_gpu
 
 SIDE, CFG, DTYPE = 64, 7.5, torch.bfloat16  # of latents; guidance
 
@@ -80,26 +80,13 @@ def main():
     args = parser.parse_args()
     want_gpu()
     if args.side:
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-        torch.backends.cudnn.benchmark = True
+        tune()
         row = ours(args.pictures, args.steps) if args.side == "ours" else peer(args.pictures, args.steps, args.mode)
         return print(json.dumps(row))
-    command = [
-        sys.executable,
-        __file__,
-        "--pictures",
-        str(args.pictures),
-        "--steps",
-        str(args.steps),
-        "--mode",
-        args.mode,
-    ]
-    rows, rate = race([*command, "--side", "ours"], [*command, "--side", "peer"], 1, "evaluations_per_s")
-    print(json.dumps({
-        "pictures": args.pictures, "mode": args.mode, "card": rows["peer"][0]["card"],
-        **{f"{side}_evaluations_per_s": round(r, 1) for side, r in rate.items()},
-        "ratio": round(rate["ours"] / rate["peer"], 3),
-    }))  # fmt: skip
+    command = [sys.executable, __file__, "--pictures", str(args.pictures), "--steps", str(args.steps),
+               "--mode", args.mode, "--side"]  # fmt: skip
+    settings = {"pictures": args.pictures, "mode": args.mode}
+    race([*command, "ours"], [*command, "peer"], 1, "evaluations_per_s", **settings)
 
 
 if __name__ == "__main__":

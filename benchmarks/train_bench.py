@@ -41,10 +41,15 @@ def want_gpu():
         raise SystemExit(2)
 
 
-def peer_step(size: int, batch: int, how: str):
-    """One training step of the peer as a function without arguments. how: eager, compiled or checkpointed."""
+def tune():
+    """As SD_Train.py does: TF32 for what is left in fp32, cuDNN's search."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
+
+
+def peer_step(size: int, batch: int, how: str):
+    """One training step of the peer as a function without arguments. how: eager, compiled or checkpointed."""
+    tune()
     unet = peer_unet(size).train()
     with torch.device("cuda"):
         latents, text = torch.randn(batch, 4, size // 8, size // 8), torch.randn(batch, 77, 768)
@@ -95,14 +100,21 @@ def last_json(command: list[str]) -> dict:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def race(ours: list[str], peer: list[str], rounds: int, name: str) -> tuple[dict, dict]:
-    """Both sides' commands by turns: ours, peer, ours, ..., ours. What they print last, and the mean of that number."""
+def race(ours: list[str], peer: list[str], rounds: int, name: str, **settings):
+    """Both sides' commands by turns: ours, peer, ours, ..., ours. Prints the JSON each ends with, and at last one with
+    these settings, the card, each side's mean of the number of that name, their ratio and peaks of memory."""
     rows = {"ours": [], "peer": []}
     for i in range(2 * rounds + 1):
         side, command = ("peer", peer) if i % 2 else ("ours", ours)
         rows[side].append(last_json(command))
         print(side, json.dumps(rows[side][-1]), flush=True)
-    return rows, {side: statistics.mean(row[name] for row in rows[side]) for side in rows}
+    rate = {side: statistics.mean(row[name] for row in rows[side]) for side in rows}
+    print(json.dumps({
+        **settings, "card": rows["peer"][0]["card"],
+        **{f"{side}_{name}": round(r, 1) for side, r in rate.items()},
+        **{f"{side}_peak_GiB": rows[side][0]["peak_GiB"] for side in rows if "peak_GiB" in rows[side][0]},
+        "ratio": round(rate["ours"] / rate["peer"], 3),
+    }))  # fmt: skip
 
 
 def main():
@@ -122,13 +134,7 @@ def main():
     ours = [sys.executable, "SD_Train.py", "--phase", "scratch_256", "--accumulate", "1", *common, "--benchmark",
             str(args.steps), *args.ours]  # fmt: skip
     peer = [sys.executable, __file__, *common, "--steps", str(args.steps), "--peer", args.peer, "--side", "peer"]
-    rows, rate = race(ours, peer, args.rounds, "images_per_s")
-    print(json.dumps({
-        "size": args.size, "batch": args.batch, "peer": args.peer, "card": rows["peer"][0]["card"],
-        **{f"{side}_images_per_s": round(r, 1) for side, r in rate.items()},
-        **{f"{side}_peak_GiB": rows[side][0]["peak_GiB"] for side in rows},
-        "ratio": round(rate["ours"] / rate["peer"], 3),
-    }))  # fmt: skip
+    race(ours, peer, args.rounds, "images_per_s", size=args.size, batch=args.batch, peer=args.peer)
 
 
 if __name__ == "__main__":

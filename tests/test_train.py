@@ -1351,3 +1351,22 @@ def test_loss_benchmark_tells_rounding_from_other_training(monkeypatch, capsys):
     assert other["all"] > 1e-3 and other["last"] > 1e-3 and other["weights"] > 0.01
     with pytest.raises(SD_Model.InputError, match="--splits must divide --batch 4, found 3"):
         loss_bench.main(["--batch", "4", "--splits", "1", "3"])
+
+
+def test_benchmarks_race_by_turns(monkeypatch, capfd):
+    monkeypatch.syspath_prepend(str(Path(SD_Train.__file__).parent / "benchmarks"))
+    import train_bench
+
+    def side(rate, **more):
+        row = {"rate": rate, "card": "a card", **more}
+        return [sys.executable, "-c", f"print('warming up'); print({json.dumps(json.dumps(row))})"]
+
+    train_bench.race(side(30.0, peak_GiB=2.0), side(20.0, peak_GiB=3.0), 2, "rate", size=512)
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:-1]] == ["ours", "peer", "ours", "peer", "ours"]
+    assert json.loads(lines[-1]) == {
+        "size": 512, "card": "a card", "ours_rate": 30.0, "peer_rate": 20.0, "ours_peak_GiB": 2.0, "peer_peak_GiB": 3.0,
+        "ratio": 1.5,
+    }  # fmt: skip
+    with pytest.raises(SystemExit, match="ended with status 3"):
+        train_bench.race(side(1.0), [sys.executable, "-c", "raise SystemExit(3)"], 1, "rate")
