@@ -100,7 +100,7 @@ def last_json(command: list[str]) -> dict:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def race(ours: list[str], peer: list[str], rounds: int, name: str, **settings):
+def race(ours: list[str], peer: list[str], rounds: int, name: str, /, **settings):
     """Both sides' commands by turns: ours, peer, ours, ..., ours. Prints the JSON each ends with, and at last one with
     these settings, the card, each side's mean of the number of that name, their ratio and peaks of memory."""
     rows = {"ours": [], "peer": []}

@@ -3,6 +3,7 @@ in a forked process of its own (tests/faults/micro.py); tests/faults/run.py atta
 
 import copy
 import errno
+import importlib
 import io
 import itertools
 import json
@@ -1370,3 +1371,43 @@ def test_benchmarks_race_by_turns(monkeypatch, capfd):
     }  # fmt: skip
     with pytest.raises(SystemExit, match="ended with status 3"):
         train_bench.race(side(1.0), [sys.executable, "-c", "raise SystemExit(3)"], 1, "rate")
+
+
+@pytest.mark.parametrize(
+    "script, flags",
+    [
+        ("train_bench", ["--peer", "checkpointed", "--steps", "30", "--", "--grad_checkpoint", "all"]),
+        ("sample_bench", ["--pictures", "1", "--mode", "reduce-overhead"]),
+        ("encode_bench", ["--size", "256"]),
+    ],
+)
+def test_benchmark_scripts_race_their_own_two_sides(script, flags, monkeypatch, capsys):
+    """Everything of each but the two sides' own work: their processes' commands are understood, their numbers found."""
+    monkeypatch.syspath_prepend(str(Path(SD_Train.__file__).parent / "benchmarks"))
+    import train_bench
+
+    module = importlib.import_module(script)
+    rate = {"train_bench": "images_per_s", "sample_bench": "evaluations_per_s", "encode_bench": "img_per_s"}[script]
+    rows = {side: {rate: r, "card": "a card", "peak_GiB": r} for side, r in (("ours", 3.0), ("peer", 2.0))}
+
+    def process(command):
+        if command[1] == "SD_Train.py":
+            args = SD_Train.parse_args(command[2:])
+            assert (args.benchmark, args.batch, args.grad_checkpoint) == (30, 128, "all")
+            return rows["ours"]
+        monkeypatch.setattr(sys, "argv", command[1:])
+        module.main()
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    for m in (train_bench, module):
+        monkeypatch.setattr(m, "want_gpu", lambda: None)
+        monkeypatch.setattr(m, "tune", lambda: None)
+    for side in rows if script != "train_bench" else ():
+        monkeypatch.setattr(module, side, lambda *_, side=side: rows[side])
+    monkeypatch.setattr(train_bench, "peer_step", lambda size, batch, how: how)
+    monkeypatch.setattr(train_bench, "time_peer", lambda step, batch, steps: rows["peer"])
+    monkeypatch.setattr(train_bench, "last_json", process)
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *flags])
+    module.main()
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["ratio"] == 1.5 and last[f"ours_{rate}"] == 3.0 and last[f"peer_{rate}"] == 2.0
