@@ -2,10 +2,11 @@
 
     python benchmarks/loss_bench.py --steps 200
 
-Every run starts from the same weights and sees the same pictures, noise and timesteps; plain runs differ only in how
-many micro-batches make a step, and so in the order of their sums. Of each pair of runs the last line (JSON) has the
-mean over the steps of |a - b| / b, of all steps and of the last quarter, and the distance of the trained weights
-relative to the way they went.
+Every run starts from the same weights and sees the same pictures, noise and timesteps; plain runs differ only in the
+order of their sums: in how many micro-batches make a step (gradients' sums), and on a GPU in the layout of images
+(convolutions' sums too, from the first step on). Of each pair of runs the last line (JSON) has the mean over the steps
+of |a - b| / b, of all steps and of each quarter of them, and the distance of the trained weights relative to the way
+they went.
 """
 
 import argparse
@@ -29,12 +30,13 @@ def sampled(net: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten()[::997].float().cpu() for p in net.parameters()])
 
 
-def train(start: UNet, settings: dict, pictures: int, steps: int, device: torch.device) -> tuple[list, torch.Tensor]:
+def train(
+    start: UNet, settings: dict, memory: torch.memory_format, pictures: int, steps: int, device: torch.device
+) -> tuple[list, torch.Tensor]:
     """Each step's mean loss, and a sample of the trained weights."""
     unet, accumulate = copy.deepcopy(start), settings["accumulate"]
     if settings["kernels"]:
         SD_Kernels.apply(unet)
-    memory = torch.channels_last if device.type == "cuda" else torch.contiguous_format
     denoiser = SD_Train.Denoiser(unet, None).to(device, memory_format=memory).train()
     ema, config = copy.deepcopy(denoiser).requires_grad_(False), unet.config
     update = SD_Train.Update(SD_Train.make_optimizer(denoiser, settings), denoiser, ema, settings, 1)
@@ -58,10 +60,9 @@ def train(start: UNet, settings: dict, pictures: int, steps: int, device: torch.
     return losses, sampled(denoiser)
 
 
-def distances(a: list[float], b: list[float]) -> dict[str, float]:
-    apart = [abs(x - y) / y for x, y in zip(a, b)]
-    last = apart[-max(1, len(apart) // 4) :]
-    return {"all": sum(apart) / len(apart), "last": sum(last) / len(last)}
+def distances(a: list[float], b: list[float]) -> dict:
+    apart = torch.tensor([abs(x - y) / y for x, y in zip(a, b)])
+    return {"all": apart.mean().item(), "quarters": [part.mean().item() for part in apart.tensor_split(4)]}
 
 
 def main(argv=None):
@@ -76,6 +77,8 @@ def main(argv=None):
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--device", help="cuda, cuda:1, mps or cpu; default: the best there is")
     args = parser.parse_args(argv)
+    if args.steps < 4:
+        raise InputError(f"--steps must be at least 4, found {args.steps}")
     if bad := [n for n in args.splits if n < 1 or args.batch % n]:
         raise InputError(f"--splits must divide --batch {args.batch}, found {bad[0]}")
     device, *_ = SD_Train.setup_device(args.device)
@@ -83,11 +86,15 @@ def main(argv=None):
     settings = SD_Train.resolve(SD_Train.parse_args(flags), None) | {"dtype": args.dtype, "warmup": 20}
     torch.manual_seed(settings["seed"])
     start, runs = UNet(PRESETS[args.model]["unet"], settings["zero_init"]), {}
-    variants = [(f"plain, {n} micro-batches", n, False) for n in args.splits]
-    variants += [(f"kernels, {n} micro-batches", n, True) for n in (1, 2) if SD_Kernels.available(device)]
-    for name, count, kernels in variants:
+    usual = torch.channels_last if device.type == "cuda" else torch.contiguous_format
+    variants = [(f"plain, {n} micro-batches", n, False, usual) for n in args.splits]
+    if device.type == "cuda":
+        variants.append(("plain, contiguous", 1, False, torch.contiguous_format))
+    if SD_Kernels.available(device):
+        variants += [(f"kernels, {n} micro-batches", n, True, usual) for n in (1, 2)]
+    for name, count, kernels, memory in variants:
         how = settings | {"kernels": kernels, "accumulate": count, "batch": args.batch // count}
-        runs[name] = train(start, how, args.pictures, args.steps, device)
+        runs[name] = train(start, how, memory, args.pictures, args.steps, device)
         print(f"{name}: loss {runs[name][0][0]:.4f} -> {runs[name][0][-1]:.4f}", flush=True)
     before, rows = sampled(start), []
     for a, b in itertools.combinations(runs, 2):
