@@ -22,6 +22,7 @@ Ampere, machines without Triton, dropout above zero).
 
 import ctypes
 import os
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -1058,9 +1059,36 @@ def _out_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
 
 
+_compiling = False  # instead of launching
+
+
 def _launch(kernel, grid: tuple, *args, **constants):
-    if not isinstance(args[0], FakeTensor):  # of torch's counting mode: sizes and no memory
+    if isinstance(args[0], FakeTensor):  # of torch's counting mode: sizes and no memory
+        return
+    if _compiling:
+        kernel.warmup(*args, grid=grid, **constants)
+    else:
         kernel[grid](*args, **constants)
+
+
+def compile_ahead(function):
+    """Compile the kernels that function() launches, as many at once as there are cores for this process, instead of
+    each when its turn comes. It runs without them, so that what it computes is garbage."""
+    global _compiling
+    if not hasattr(triton, "AsyncCompileMode"):
+        return
+    threads = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    # In one thread, as Triton would not see the mode in autograd's.
+    one_thread = torch.autograd.set_multithreading_enabled(False)
+    try:
+        with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool), one_thread:
+            _compiling = True
+            function()
+    except Exception as e:  # what cannot be done without will say so when it is done in earnest
+        why = (str(e) or type(e).__name__).splitlines()[0]
+        print(f"note: kernels are compiled one after another ({why})", flush=True)
+    finally:
+        _compiling = False
 
 
 def _power(n: int) -> int:
@@ -1266,7 +1294,8 @@ def _linear_geglu(x, w, bias, fast: bool = True) -> torch.Tensor:
     BM, BN, BK = GEGLU_TILE
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3
-    _geglu_product[(min(programs, -(-M // BM) * (N // BN)),)](
+    _launch(
+        _geglu_product, (min(programs, -(-M // BM) * (N // BN)),),
         TensorDescriptor.from_tensor(x, [BM, BK]), TensorDescriptor(w, [2, N, K], [N * K, K, 1], [2, BN, BK]), bias,
         TensorDescriptor.from_tensor(y, [BM, BN]), M, N, K, 8 if K < 1280 else 16, BM=BM, BN=BN, BK=BK, FAST=fast,
         num_warps=8, num_stages=3,
@@ -1521,6 +1550,7 @@ class Graphed:
         key = tuple((tuple(x.shape), x.dtype) for x in inputs)
         if key not in self.graphs:
             static, graph = [x.clone() for x in inputs], torch.cuda.CUDAGraph()
+            compile_ahead(lambda: self.net(*static))
             _warm_up(lambda: self.net(*static))
             torch.cuda.empty_cache()
             self.graphs[key] = graph, static, _record(graph, lambda: self.net(*static))

@@ -463,6 +463,7 @@ class MicroSteps:
         self.model, self.parts, self.say = model, (text_of, schedule, settings), say
         self.net = in_autocast(model, device, settings["dtype"])
         self.parameters, self.shared, self.graphed = update.parameters, update.shared, None
+        self.compiled = not settings["kernels"]  # else before the first pass
         self.share = 1 / settings["accumulate"]  # of a micro-batch in the step's gradient
         if self.shared:  # whose sums are no means
             self.share /= dist.get_world_size()
@@ -484,6 +485,10 @@ class MicroSteps:
 
     def __call__(self, batch: Batch, first: bool, last: bool) -> torch.Tensor:
         """Weighted losses [B] of one micro-batch; the first, the last of its step?"""
+        if not self.compiled:
+            SD_Kernels.compile_ahead(lambda: self._plain(*batch[:4], last=False))
+            SD_Kernels.forget_gradients(self.parameters)
+            self.compiled = True
         if self.graphed:
             try:
                 return self.graphed(*batch[:4], first=first, last=last)

@@ -353,6 +353,38 @@ def test_bf16_copies_of_weights(large_tiles):
     )
 
 
+def test_kernels_are_compiled_ahead_as_they_are_launched(large_tiles, monkeypatch, capsys):
+    """A pass of compile_ahead() launches none, and asks for every variant that a real pass launches, and no other."""
+    fused = K.apply(random_unet(32, 64))
+    x, context, t = randn(2, 4, 8, 8), randn(2, 11, 24, seed=1), torch.tensor([3, 900], device=DEVICE)
+    kind, asked, compiled = type(K._add_bias), [], []
+    run = kind.run
+
+    def variant(kernel, args, constants):
+        kinds = [(a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, torch.Tensor) else a for a in args]
+        return kernel.fn.__name__, tuple(kinds), tuple(sorted(constants.items()))
+
+    def noted(self, *args, grid, warmup, **constants):
+        (compiled if warmup else asked).append(variant(self, args, constants))
+        return None if warmup else run(self, *args, grid=grid, warmup=warmup, **constants)
+
+    def warmed(self, *args, grid, **constants):
+        compiled.append(variant(self, args, constants))
+
+    def step():
+        with torch.autocast(DEVICE, torch.bfloat16):
+            fused(x, t, context).float().sum().backward()
+
+    monkeypatch.setattr(kind, "run", noted)
+    monkeypatch.setattr(kind, "warmup", warmed)
+    K.compile_ahead(step)
+    assert not asked and len(compiled) > 50
+    step()
+    assert set(asked) == set(compiled)
+    K.compile_ahead(lambda: 1 / 0)
+    assert not K._compiling and "one after another (division by zero)" in capsys.readouterr().out
+
+
 class TwoProducts(nn.Module):
     """A convolution with a bf16 copy and a product without."""
 
