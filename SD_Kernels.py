@@ -20,6 +20,7 @@ SD_Model.py is the reference, imports nothing from here, and runs wherever these
 Ampere, machines without Triton, dropout above zero).
 """
 
+import contextvars
 import ctypes
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -1059,14 +1060,14 @@ def _out_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
 
 
-_compiling = False  # instead of launching
+_compiling = None  # instead of launching: the context in which to
 
 
 def _launch(kernel, grid: tuple, *args, **constants):
     if isinstance(args[0], FakeTensor):  # of torch's counting mode: sizes and no memory
         return
-    if _compiling:
-        kernel.warmup(*args, grid=grid, **constants)
+    if _compiling is not None:
+        _compiling.run(kernel.warmup, *args, grid=grid, **constants)
     else:
         kernel[grid](*args, **constants)
 
@@ -1078,17 +1079,16 @@ def compile_ahead(function):
     if not hasattr(triton, "AsyncCompileMode"):
         return
     threads = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    # In one thread, as Triton would not see the mode in autograd's.
-    one_thread = torch.autograd.set_multithreading_enabled(False)
     try:
-        with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool), one_thread:
-            _compiling = True
+        with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool):
+            # Autograd's thread would not see the mode. It does run: cuDNN's search finds algorithms for each thread.
+            _compiling = contextvars.copy_context()
             function()
     except Exception as e:  # what cannot be done without will say so when it is done in earnest
         why = (str(e) or type(e).__name__).splitlines()[0]
         print(f"note: kernels are compiled one after another ({why})", flush=True)
     finally:
-        _compiling = False
+        _compiling = None
 
 
 def _power(n: int) -> int:

@@ -1,5 +1,6 @@
 """SD_Kernels.py against the plain network: on CPU through Triton's interpreter, on an NVIDIA GPU as they run there."""
 
+import contextvars
 import copy
 import io
 import os
@@ -7,6 +8,7 @@ import pickle
 import statistics
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -354,7 +356,8 @@ def test_bf16_copies_of_weights(large_tiles):
 
 
 def test_kernels_are_compiled_ahead_as_they_are_launched(large_tiles, monkeypatch, capsys):
-    """A pass of compile_ahead() launches none, and asks for every variant that a real pass launches, and no other."""
+    """A pass of compile_ahead() launches none, and asks for every variant that a real pass launches, and no other; in
+    Triton's mode also where another thread launches, as autograd's does on a GPU."""
     fused = K.apply(random_unet(32, 64))
     x, context, t = randn(2, 4, 8, 8), randn(2, 11, 24, seed=1), torch.tensor([3, 900], device=DEVICE)
     kind, asked, compiled = type(K._add_bias), [], []
@@ -368,21 +371,38 @@ def test_kernels_are_compiled_ahead_as_they_are_launched(large_tiles, monkeypatc
         (compiled if warmup else asked).append(variant(self, args, constants))
         return None if warmup else run(self, *args, grid=grid, warmup=warmup, **constants)
 
+    active, seen = contextvars.ContextVar("active", default=False), []
+
+    class Mode:
+        def __init__(self, pool):
+            assert pool._max_workers >= 1
+
+        def __enter__(self):
+            self.before = active.set(True)
+
+        def __exit__(self, *_):
+            active.reset(self.before)
+
     def warmed(self, *args, grid, **constants):
+        seen.append(active.get())
         compiled.append(variant(self, args, constants))
 
     def step():
         with torch.autocast(DEVICE, torch.bfloat16):
-            fused(x, t, context).float().sum().backward()
+            loss = fused(x, t, context).float().sum()
+            with ThreadPoolExecutor(1) as other:
+                other.submit(loss.backward).result()
 
     monkeypatch.setattr(kind, "run", noted)
     monkeypatch.setattr(kind, "warmup", warmed)
+    monkeypatch.setattr(K.triton, "AsyncCompileMode", Mode)
     K.compile_ahead(step)
-    assert not asked and len(compiled) > 50
+    assert not asked and len(compiled) > 50 and all(seen)
     step()
     assert set(asked) == set(compiled)
     K.compile_ahead(lambda: 1 / 0)
-    assert not K._compiling and "one after another (division by zero)" in capsys.readouterr().out
+    assert K._compiling is None and not active.get()
+    assert "one after another (division by zero)" in capsys.readouterr().out
 
 
 class TwoProducts(nn.Module):
