@@ -686,9 +686,20 @@ def synthetic_tar(folder: Path, size: int, count: int) -> Path:
     return folder / "00000.tar"
 
 
+def decode_ms(tar: Path, size: int, batch: int) -> float:
+    """To decode and cut out one of this tar's pictures on one core."""
+    cv2.setNumThreads(1)
+    for _ in range(2):  # the first reads the file
+        begin = time.perf_counter()
+        images = sum(len(b.pictures) for b in stream([tar], size, batch, 0))
+    return 1e3 * (time.perf_counter() - begin) / images
+
+
 def benchmark(encoder: Encoder, args) -> dict:
-    """Sustained images/s over args.benchmark seconds, after a warm-up of WARM_UP_S and at least 5 batches."""
+    """Sustained images/s over args.benchmark seconds, after a warm-up of WARM_UP_S and at least 5 batches. With
+    args.benchmark_decode, workers decode JPEGs beside it, and how many cores that takes at this rate is told."""
     cuda = encoder.device.type == "cuda"
+    decode = None
 
     def random_pictures():
         generator = torch.Generator().manual_seed(0)
@@ -701,6 +712,7 @@ def benchmark(encoder: Encoder, args) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         if args.benchmark_decode:
             tar = synthetic_tar(Path(folder), args.size, 4 * args.batch)
+            decode = decode_ms(tar, args.size, args.batch)
             batches = stream([tar] * 1_000_000, args.size, args.batch, args.workers, pin=cuda)
             pictures = (batch.pictures for batch in batches if len(batch.pictures))
         else:
@@ -723,8 +735,9 @@ def benchmark(encoder: Encoder, args) -> dict:
         if args.benchmark_decode:
             pictures.close()
             del pictures
+    rate = images / (now - start)
     return {
-        "img_per_s": round(images / (now - start), 2),
+        "img_per_s": round(rate, 2),
         "images": images,
         "seconds": round(now - start, 2),
         "warmup_s": round(start - begin, 2),
@@ -733,7 +746,9 @@ def benchmark(encoder: Encoder, args) -> dict:
         "device": torch.cuda.get_device_name(encoder.device) if cuda else encoder.device.type,
         "dtype": args.dtype,
         "compile": encoder.compiled,
-        "decode_workers": args.workers if args.benchmark_decode else None,
+        "decode_workers": args.workers if decode else None,
+        "decode_ms_per_picture": round(decode, 2) if decode else None,
+        "decode_cores": round(rate * decode / 1e3, 2) if decode else None,
         "peak_gib": round(torch.cuda.max_memory_allocated(encoder.device) / 2**30, 2) if cuda else None,
         "torch": torch.__version__,
     }

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import time
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -488,3 +489,13 @@ def test_benchmark_ends_with_json(setup, capsys, monkeypatch):
         assert result["images"] == pytest.approx(result["img_per_s"] * result["seconds"], rel=0.05)
         assert result["images"] > 0 and result["seconds"] >= 0.3
         assert re.fullmatch(r"\d+(\.\d+)?", str(result["warmup_s"]))
+    cores = result["img_per_s"] * result["decode_ms_per_picture"] / 1000
+    assert result["decode_ms_per_picture"] > 0 and result["decode_cores"] == pytest.approx(cores, abs=0.01)
+
+
+def test_decoding_is_timed_by_the_picture(tmp_path, monkeypatch):
+    """A decoder that waits 20 ms a picture takes that much longer a picture."""
+    tar, read = encode_latents.synthetic_tar(tmp_path, 32, 6), cv2.imdecode
+    plain = encode_latents.decode_ms(tar, 32, 2)
+    monkeypatch.setattr(cv2, "imdecode", lambda *args: time.sleep(0.02) or read(*args))
+    assert plain < 10 and 18 < encode_latents.decode_ms(tar, 32, 2) - plain < 30
