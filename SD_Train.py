@@ -494,13 +494,18 @@ class MicroSteps:
                 return self.graphed(*batch[:4], first=first, last=last)
             except SD_Kernels.NotRecorded as e:  # a text encoder that waits for the device, say
                 self.say(f"note: going on without CUDA graphs ({str(e).splitlines()[0]})")
-                torch.cuda.synchronize()
-                self.graphed = None
-                SD_Kernels.forget_gradients(self.parameters)
+                self.without_graphs()
                 if self.shared:
                     self.shared.reset()
-                torch.cuda.empty_cache()
         return self._plain(*batch[:4], last=last)
+
+    def without_graphs(self):
+        """Give up the recorded passes, their gradients and their memory."""
+        if self.graphed:
+            torch.cuda.synchronize()
+            self.graphed = None
+            SD_Kernels.forget_gradients(self.parameters)
+            torch.cuda.empty_cache()
 
     def end(self):
         """After a step: drop the gradients, unless the next step overwrites them where they are."""
@@ -1334,6 +1339,9 @@ def dry_run(out: Path, settings, denoiser, text_encoder, total: int, global_batc
     print(f"learning rate: {path}")
 
 
+PASSES = 5  # of benchmark, to tell forward and backward apart
+
+
 def warm_up_steps(steps: int, shapes: int) -> int:
     """Of benchmark: for each shape of latents, kernels are compiled and algorithms chosen."""
     return min(20, steps) * shapes
@@ -1343,7 +1351,9 @@ def benchmark(
     steps: int, settings, denoiser, schedule, memory, device, rank, world, loader=None, text_of=None, shapes=1
 ):
     """Time whole training steps: on latents and text of a loader, or on random ones that stay on the device. Prints a
-    JSON line last; its ms are means over the steps after the warm-up, parts in the device's time."""
+    JSON line last; its ms are means over the steps after the warm-up, parts in the device's time. Forward and backward
+    pass are told apart afterwards, in passes that are not recorded; sharing_ms is how much longer a micro-batch's
+    passes take where processes share gradients in them."""
     preset, micro, accumulate = PRESETS[settings["model"]], settings["batch"], settings["accumulate"]
     side, cuda = settings["size"] // preset["vae"].factor, device.type == "cuda"
     shape, tokens = (preset["unet"].in_channels, side, side), TextEncoder.MAX_LENGTH
@@ -1397,19 +1407,40 @@ def benchmark(
         "forward_backward": sum(ms(a, b) for a, b, _ in points) / steps,
         "optimizer": sum(ms(b, c) for _, b, c in points) / steps,
     }
+    peak_gib = round(peak_memory(update), 2) if cuda else None
+
+    graphs, marks, passes = micro_steps.graphed is not None, [], {False: [], True: []}
+    micro_steps.without_graphs()
+    hook = denoiser.register_forward_hook(lambda *_: marks.append(now()))
+    for i in range(1 + PASSES):
+        for last in (False, True) if world > 1 else (True,):
+            SD_Kernels.forget_gradients(update.parameters)
+            marks[:] = [now()]
+            micro_steps(batch, first=True, last=last)
+            if i:  # after one to warm up
+                passes[last].append((*marks, now()))
+        update(settings["lr"], clip_limit(settings, 0.0), settings["ema"]).item()
+        micro_steps.end()
+    hook.remove()
+    sync()
+    alone = passes[world == 1]
+    parts["forward"], parts["backward"] = (sum(ms(p[j], p[j + 1]) for p in alone) / PASSES for j in (0, 1))
+    sharing = sum(ms(p[0], p[2]) - ms(q[0], q[2]) for p, q in zip(passes[True], alone)) / PASSES if world > 1 else None
+
     if rank == 0:
         print(json.dumps({
             "benchmark": "train", "model": settings["model"], "size": settings["size"], "batch": micro,
             "accumulate": accumulate, "processes": world, "dtype": settings["dtype"], "kernels": settings["kernels"],
             "compile": settings["compile"], "channels_last": settings["channels_last"],
             "grad_checkpoint": settings["grad_checkpoint"], "steps": steps, "data": "loader" if loader else "synthetic",
-            "shapes": shapes, "graphs": micro_steps.graphed is not None,
+            "shapes": shapes, "graphs": graphs,
             "images_per_s": round(rate, 2), "ms_per_step": round(seconds * 1e3, 2),
             "data_wait_ms": round(waited / steps * 1e3, 2),
             **{f"{name}_ms": round(value, 2) for name, value in parts.items()},
+            "sharing_ms": None if sharing is None else round(sharing, 2),
             "first_step_s": round(first_step, 2),
             "mfu": round(rate / world * flops / peak, 4) if peak else None,
-            "peak_GiB": round(peak_memory(update), 2) if cuda else None,
+            "peak_GiB": peak_gib,
             "gradients_by": update.shared and type(update.shared.way).__name__,
             "card": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__,
         }))  # fmt: skip

@@ -1332,6 +1332,63 @@ def test_lineage_can_be_printed(data, plain, tmp_path, capsys):
         SD_Run.main(["--plot", str(tmp_path)])
 
 
+def waiting(forward=0.0, backward=0.0, sharing=0.0, update=0.0, loader=0.0):
+    """A hook: these parts of a training step take so many seconds more."""
+
+    def later(owner, name, seconds):
+        function = getattr(owner, name)
+
+        def waited(*args, **kwargs):
+            time.sleep(seconds(*args) if callable(seconds) else seconds)
+            return function(*args, **kwargs)
+
+        setattr(owner, name, waited)
+
+    def hook(*_):
+        later(SD_Train.Denoiser, "forward", forward)
+        later(torch.Tensor, "backward", backward)
+        later(SD_Train, "averaging", lambda model, last: sharing * last)
+        later(SD_Train.Update, "__call__", update)
+        later(SD_Train, "make_batch", loader)
+
+    return hook
+
+
+def test_benchmark_finds_what_takes_the_time(data, tmp_path):
+    def row(*more, hook=None, world=1):
+        text = train(data, tmp_path / "run", "--benchmark", 3, *more, hook=hook, world=world)
+        assert not (tmp_path / "run").exists()
+        return json.loads(text.splitlines()[-1])
+
+    names = ("forward_ms", "backward_ms", "optimizer_ms", "forward_backward_ms")
+    usual, slow = (row("--batch", 2, "--accumulate", 2, hook=h) for h in (None, waiting(0.05, 0.1, 0, 0.15)))
+    assert {k: usual[k] for k in ("data", "batch", "accumulate", "processes", "steps", "graphs", "sharing_ms")} == {
+        "data": "loader", "batch": 2, "accumulate": 2, "processes": 1, "steps": 3, "graphs": False, "sharing_ms": None,
+    }  # fmt: skip
+    for found in (usual, slow):
+        assert found["images_per_s"] == pytest.approx(4e3 / found["ms_per_step"], rel=0.01)
+        assert 0.8 < (found["forward_backward_ms"] + found["optimizer_ms"]) / found["ms_per_step"] < 1.01
+    for name, seconds in zip(names, (0.05, 0.1, 0.15, 2 * 0.15)):
+        assert 0.9 * seconds < (slow[name] - usual[name]) / 1e3 < seconds + 0.045, name
+    assert row("--batch", 2, hook=waiting(loader=0.1))["data_wait_ms"] > usual["data_wait_ms"] + 50
+    two = row("--batch", 2, world=2, hook=waiting(sharing=0.1))
+    assert two["processes"] == 2 and 80 < two["sharing_ms"] < 160 and two["forward_ms"] < 80
+    assert two["images_per_s"] == pytest.approx(4e3 / two["ms_per_step"], rel=0.01)
+    synthetic = row("--without", "data_root", "--without", "data", "--without", "text_encoder")
+    assert synthetic["data"] == "synthetic" and synthetic["data_wait_ms"] < 5
+
+
+@pytest.mark.skipif(SD_Kernels.triton is None, reason="Triton is not installed")
+def test_benchmark_of_ranks_that_copy_gradients(data, tmp_path):
+    def hook(*_):
+        copying()
+        SD_Train.PASSES = 1
+
+    more = ("--benchmark", 1, "--batch", 1, "--kernels", "--dtype", "bf16")
+    row = json.loads(train(data, tmp_path / "run", *more, world=2, hook=hook).splitlines()[-1])
+    assert row["gradients_by"] == "PeerCopies" and row["kernels"] and min(row["forward_ms"], row["backward_ms"]) > 0
+
+
 def test_loss_benchmark_tells_rounding_from_other_training(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(Path(SD_Train.__file__).parent / "benchmarks"))
     import loss_bench
