@@ -22,14 +22,17 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngInfo
+from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 import SD_Convert
 import SD_Kernels
-from SD_Model import InputError, NoiseSchedule, TextEncoder, run_cli
+from SD_Model import InputError, NoiseSchedule, TextEncoder, UNet, run_cli
 from SD_Samplers import SAMPLERS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Dense bf16 FLOP/s of tensor cores, from the makers' data sheets, for MFU.
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12, "3090": 71e12}
 
 
 def pick_device(name: str | None) -> torch.device:
@@ -57,6 +60,36 @@ def fast(unet, device: torch.device, dtype: torch.dtype):
     return SD_Kernels.settle(SD_Kernels.apply(unet)) if SD_Kernels.available(device) else unet
 
 
+def peak_flops(device: torch.device) -> float | None:
+    """Of the card, if it is in the table."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for card, flops in PEAK_FLOPS.items() if card in name), None)
+
+
+def count_flops(function, *shapes: tuple[int, ...]) -> int:
+    """FLOPs of function() on tensors of these shapes, counted by torch on the meta device; modules that the function
+    makes are made there."""
+    with torch.device("meta"), FlopCounterMode(display=False) as counter, torch.no_grad():
+        function(*(torch.empty(shape) for shape in shapes))
+    return counter.get_total_flops()
+
+
+def benchmark_facts(device: torch.device, flops: float) -> dict:
+    """What every benchmark's line of JSON ends with: MFU at so many FLOP/s, memory, card and versions."""
+    cuda, peak = device.type == "cuda", peak_flops(device)
+    return {
+        "mfu": round(flops / peak, 4) if peak else None,
+        "peak_GiB": round(torch.cuda.max_memory_allocated(device) / 2**30, 2) if cuda else None,
+        "card": torch.cuda.get_device_name(device) if cuda else device.type,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "triton": SD_Kernels.triton and SD_Kernels.triton.__version__,
+    }
+
+
 @torch.no_grad()
 def benchmark(unet, vae, context: torch.Tensor, args, shape: tuple[int, int, int], device, dtype) -> dict:
     """Time args.benchmark steps of DDIM under guidance, args.batch pictures at once, and the VAE's decoder."""
@@ -80,13 +113,13 @@ def benchmark(unet, vae, context: torch.Tensor, args, shape: tuple[int, int, int
     for _ in range(3):
         decode_latents(vae, x.cpu(), args.batch, device, dtype)
     decode = (time.perf_counter() - started) / 3 / args.batch
-    calls = 2 if args.cfg not in (0, 1) else 1
+    rate = (2 if args.cfg not in (0, 1) else 1) * args.batch / step
+    flops = count_flops(lambda *inputs: UNet(unet.config)(*inputs), (1, *shape), (1,), (1, *context.shape))
     return {"batch": args.batch, "latent": list(shape), "cfg": args.cfg, "steps": args.benchmark,
             "ms_per_step": round(step * 1e3, 3), "steps_per_s": round(1 / step, 2),
-            "evaluations_per_s": round(calls * args.batch / step, 1), "decode_ms_per_picture": round(decode * 1e3, 2),
+            "evaluations_per_s": round(rate, 1), "decode_ms_per_picture": round(decode * 1e3, 2),
             "first_steps_s": round(first, 2), "dtype": str(dtype).removeprefix("torch."),
-            "kernels": call is not unet, "torch": torch.__version__,
-            "card": torch.cuda.get_device_name() if device.type == "cuda" else "cpu"}  # fmt: skip
+            "kernels": call is not unet, **benchmark_facts(device, rate * flops)}  # fmt: skip
 
 
 def initial_noise(seeds: list[int], shape: tuple[int, int, int]) -> torch.Tensor:

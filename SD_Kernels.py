@@ -1060,7 +1060,7 @@ def _out_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
 
 
-_compiling = None  # instead of launching: the context in which to
+_compiling = None  # the context in which to compile kernels instead of launching them
 
 
 def _launch(kernel, grid: tuple, *args, **constants):
@@ -1073,17 +1073,26 @@ def _launch(kernel, grid: tuple, *args, **constants):
 
 
 def compile_ahead(function):
-    """Compile the kernels that function() launches, as many at once as there are cores for this process, instead of
-    each when its turn comes. It runs without them, so that what it computes is garbage."""
+    """Compile the kernels that function() launches, many at once, instead of each when its turn comes. It runs without
+    them: what it computes, its gradients too, is garbage. Random numbers are drawn as if it had not run."""
     global _compiling
     if not hasattr(triton, "AsyncCompileMode"):
         return
-    threads = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    try:
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    threads = max(1, min(cores - 2, 16))  # two are for this thread and autograd's, in which cuDNN searches meanwhile
+
+    def ahead():
+        global _compiling
         with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool):
-            # Autograd's thread would not see the mode. It does run: cuDNN's search finds algorithms for each thread.
+            # The mode is a variable of this context, which autograd's thread is given. All could run in one thread, but
+            # cuDNN keeps the algorithms it finds to the thread, and would have to search for the backward pass again.
             _compiling = contextvars.copy_context()
             function()
+
+    device = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(device):
+            contextvars.copy_context().run(ahead)  # a mode that fails to end, ends with the context
     except Exception as e:  # what cannot be done without will say so when it is done in earnest
         why = (str(e) or type(e).__name__).splitlines()[0]
         print(f"note: kernels are compiled one after another ({why})", flush=True)

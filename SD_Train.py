@@ -144,8 +144,6 @@ CHANGEABLE = set(
 )
 SMALL_VAE = 64 << 20  # bytes; a VAE up to this goes into each checkpoint, a larger one by name and hash
 ROOM = 4 << 30  # bytes for validation and sample grids, which cannot use the memory that graphs hold
-# Dense bf16 FLOP/s of tensor cores, from the makers' data sheets, for MFU.
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12, "3090": 71e12}
 
 
 def parse_args(argv=None) -> argparse.Namespace:
@@ -563,13 +561,10 @@ def in_autocast(net, device: torch.device, dtype: str):
 
 
 def forward_flops(preset: str, latent_shape: tuple[int, int, int], tokens: int) -> int:
-    """FLOPs of one picture's UNet forward, counted by torch on the meta device; with the backward three times that."""
-    from torch.utils.flop_counter import FlopCounterMode
-
+    """Of one picture through the UNet; with the backward pass three times that."""
     config = PRESETS[preset]["unet"]
-    with torch.device("meta"), FlopCounterMode(display=False) as counter, torch.no_grad():
-        UNet(config)(torch.empty(1, *latent_shape), torch.zeros(1), torch.empty(1, tokens, config.context_dim))
-    return counter.get_total_flops()
+    shapes = (1, *latent_shape), (1,), (1, tokens, config.context_dim)
+    return SD_ImageGen.count_flops(lambda *inputs: UNet(config)(*inputs), *shapes)
 
 
 def mean_flops(preset: str, split: Split) -> float:
@@ -577,13 +572,6 @@ def mean_flops(preset: str, split: Split) -> float:
     z, counts = PRESETS[preset]["unet"].in_channels, np.bincount(split.shape, minlength=len(split.shapes))
     each = [forward_flops(preset, (z, *shape[1:]), split.ids.shape[1]) for shape in split.shapes]
     return float(np.average(each, weights=counts))
-
-
-def peak_flops(device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for card, flops in PEAK_FLOPS.items() if card in name), None)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -1081,7 +1069,7 @@ def main(argv=None):
     for s in (signal.SIGTERM, signal.SIGINT):
         signal.signal(s, lambda *_: stop.set())
 
-    peak = peak_flops(device)
+    peak = SD_ImageGen.peak_flops(device)
     flops = 3 * mean_flops(settings["model"], train) if peak else None
     first, end = progress.step, min(total, args.stop_at or total)
     loader = loader_of(first, end)
@@ -1402,7 +1390,6 @@ def benchmark(
     sync()
     seconds = (time.perf_counter() - started) / steps
     rate = micro * accumulate * world / seconds
-    flops, peak = 3 * forward_flops(settings["model"], shape, tokens), peak_flops(device)
     parts = {
         "forward_backward": sum(ms(a, b) for a, b, _ in points) / steps,
         "optimizer": sum(ms(b, c) for _, b, c in points) / steps,
@@ -1439,10 +1426,9 @@ def benchmark(
             **{f"{name}_ms": round(value, 2) for name, value in parts.items()},
             "sharing_ms": None if sharing is None else round(sharing, 2),
             "first_step_s": round(first_step, 2),
-            "mfu": round(rate / world * flops / peak, 4) if peak else None,
-            "peak_GiB": peak_gib,
             "gradients_by": update.shared and type(update.shared.way).__name__,
-            "card": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__,
+            **SD_ImageGen.benchmark_facts(device, rate / world * 3 * forward_flops(settings["model"], shape, tokens)),
+            "peak_GiB": peak_gib,
         }))  # fmt: skip
     if world > 1:
         del model, micro_steps  # as at the end of main

@@ -53,7 +53,7 @@ from torch.utils.data import DataLoader
 import SD_Kernels
 from data_pipeline import common
 from SD_Convert import DEFAULT_VAE, load_vae
-from SD_ImageGen import DTYPES, pick_device
+from SD_ImageGen import DTYPES, benchmark_facts, count_flops, pick_device
 from SD_Model import VAE, InputError, run_cli, weights_hash
 from SD_Run import sha256
 
@@ -674,7 +674,7 @@ def encode_all(tars: list[Path], out: Path, encoder: Encoder, settings: dict, ar
 
 
 def synthetic_tar(folder: Path, size: int, count: int) -> Path:
-    """A tar of smooth random JPEGs, 5:4 and a quarter larger than `size`, as photos from the web might be."""
+    """A tar of smooth random JPEGs, 1.5 x 1.25 times `size`, as photos from the web might be."""
     rng = np.random.default_rng(0)
     with common.ShardWriter(folder / "00000.tar") as shard:
         for i in range(count):
@@ -735,7 +735,8 @@ def benchmark(encoder: Encoder, args) -> dict:
         if args.benchmark_decode:
             pictures.close()
             del pictures
-    rate = images / (now - start)
+    rate, config = images / (now - start), encoder.exact.config
+    flops = count_flops(lambda pictures: VAE(config).encode(pictures), (1, 3, args.size, args.size))
     return {
         "img_per_s": round(rate, 2),
         "images": images,
@@ -743,14 +744,12 @@ def benchmark(encoder: Encoder, args) -> dict:
         "warmup_s": round(start - begin, 2),
         "batch": args.batch,
         "size": args.size,
-        "device": torch.cuda.get_device_name(encoder.device) if cuda else encoder.device.type,
         "dtype": args.dtype,
         "compile": encoder.compiled,
         "decode_workers": args.workers if decode else None,
         "decode_ms_per_picture": round(decode, 2) if decode else None,
         "decode_cores": round(rate * decode / 1e3, 2) if decode else None,
-        "peak_gib": round(torch.cuda.max_memory_allocated(encoder.device) / 2**30, 2) if cuda else None,
-        "torch": torch.__version__,
+        **benchmark_facts(encoder.device, rate * flops),
     }
 
 

@@ -53,7 +53,7 @@ def peer(size: int, batch: int, seconds: float) -> dict:
     encode(5)
     taken = encode(max(5, round(seconds / encode(5))))
     return {"img_per_s": round(batch / taken, 2), "batch": batch, "size": size,
-            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+            "peak_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2),
             "card": torch.cuda.get_device_name(), "torch": torch.__version__}  # fmt: skip
 
 

@@ -79,9 +79,10 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.steps < 4:
         raise InputError(f"--steps must be at least 4, found {args.steps}")
-    if bad := [n for n in args.splits if n < 1 or args.batch % n]:
-        raise InputError(f"--splits must divide --batch {args.batch}, found {bad[0]}")
     device, *_ = SD_Train.setup_device(args.device)
+    of_kernels = (1, 2) if SD_Kernels.available(device) else ()
+    if bad := [n for n in (*args.splits, *of_kernels) if n < 1 or args.batch % n]:
+        raise InputError(f"--batch {args.batch} must be divisible by the numbers of micro-batches, found {bad[0]}")
     flags = ["--phase", "scratch_256", "--model", args.model, "--size", str(args.size), "--lr", str(args.lr)]
     settings = SD_Train.resolve(SD_Train.parse_args(flags), None) | {"dtype": args.dtype, "warmup": 20}
     torch.manual_seed(settings["seed"])
@@ -90,8 +91,7 @@ def main(argv=None):
     variants = [(f"plain, {n} micro-batches", n, False, usual) for n in args.splits]
     if device.type == "cuda":
         variants.append(("plain, contiguous", 1, False, torch.contiguous_format))
-    if SD_Kernels.available(device):
-        variants += [(f"kernels, {n} micro-batches", n, True, usual) for n in (1, 2)]
+    variants += [(f"kernels, {n} micro-batches", n, True, usual) for n in of_kernels]
     for name, count, kernels, memory in variants:
         how = settings | {"kernels": kernels, "accumulate": count, "batch": args.batch // count}
         runs[name] = train(start, how, memory, args.pictures, args.steps, device)

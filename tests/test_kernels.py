@@ -400,9 +400,14 @@ def test_kernels_are_compiled_ahead_as_they_are_launched(large_tiles, monkeypatc
     assert not asked and len(compiled) > 50 and all(seen)
     step()
     assert set(asked) == set(compiled)
-    K.compile_ahead(lambda: 1 / 0)
+    monkeypatch.setattr(Mode, "__exit__", lambda *_: 1 / 0)  # as where a kernel does not compile
+    torch.manual_seed(5)
+    K.compile_ahead(lambda: torch.rand(3, device=DEVICE))
     assert K._compiling is None and not active.get()
     assert "one after another (division by zero)" in capsys.readouterr().out
+    drawn = torch.rand(3, device=DEVICE)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(3, device=DEVICE))
 
 
 class TwoProducts(nn.Module):

@@ -396,5 +396,15 @@ def test_benchmark_prints_its_figures_and_writes_nothing(small_tokenizer, tmp_pa
     SD_ImageGen.main([*common, "--benchmark", "3"])
     row = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (row["benchmark"], row["batch"], row["steps"], row["card"]) == ("sample", 2, 3, "cpu")
+    assert row["torch"] == torch.__version__ and row["mfu"] is row["peak_GiB"] is None  # a CPU
     assert row["evaluations_per_s"] == pytest.approx(4e3 / row["ms_per_step"], rel=0.01)  # 2 pictures, 2 sides of CFG
     assert not (tmp_path / "out").exists()
+
+
+def test_utilisation_is_of_the_flops_that_torch_counts(monkeypatch):
+    conv = lambda x: torch.nn.Conv2d(3, 5, 3, padding=1)(x)  # noqa: E731
+    assert (
+        SD_ImageGen.count_flops(conv, (2, 3, 8, 8)) == 2 * 2 * 5 * 3 * 9 * 64
+    )  # a multiplication and an addition each
+    monkeypatch.setattr(SD_ImageGen, "peak_flops", lambda device: 2e12)
+    assert SD_ImageGen.benchmark_facts(torch.device("cpu"), 5e11)["mfu"] == 0.25

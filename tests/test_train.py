@@ -1408,7 +1408,9 @@ def test_loss_benchmark_tells_rounding_from_other_training(monkeypatch, capsys):
     other = pair()
     assert other["all"] > 1e-3 and min(other["quarters"][1:]) > 1e-3 and other["weights"] > 0.01
     assert sum(other["quarters"]) / 4 == pytest.approx(other["all"], rel=1e-5)
-    with pytest.raises(SD_Model.InputError, match="--splits must divide --batch 4, found 3"):
+    with pytest.raises(
+        SD_Model.InputError, match="--batch 4 must be divisible by the numbers of micro-batches, found 3"
+    ):
         loss_bench.main(["--batch", "4", "--splits", "1", "3"])
 
 
