@@ -240,6 +240,9 @@ def parse_args(argv=None) -> argparse.Namespace:
         metavar="STEPS",
         help="time so many steps, on synthetic latents if no data are named, and stop",
     )
+    g.add_argument(
+        "--trace", metavar="FILE", help="of --benchmark: write a trace of three more steps (Chrome's format)"
+    )
     return p.parse_args(argv)
 
 
@@ -289,6 +292,10 @@ def resolve(args, saved: dict | None) -> dict:
     for name, value in (("max_steps", settings["max_steps"]), ("stop_at", args.stop_at), ("benchmark", args.benchmark)):
         if value is not None and value < 1:
             raise InputError(f"--{name} wants a positive number, found {value}")
+    if args.trace and not args.benchmark:
+        raise InputError("--trace is of --benchmark's steps: give that flag too")
+    if args.trace and not Path(args.trace).absolute().parent.is_dir():
+        raise InputError(f"--trace wants a file in a folder that is there, found {args.trace}")
     if settings["zero_terminal_snr"] and settings["prediction"] != "v":
         raise InputError(
             "--zero_terminal_snr wants --prediction v: where no signal is left, the noise says nothing of it"
@@ -936,7 +943,8 @@ def main(argv=None):
         SD_Kernels.apply(unet)
     if args.benchmark and args.data_root is args.dataset is args.data is None:
         unet.set_grad_checkpoint(choose_grad_checkpoint(settings, Denoiser(unet, None), None, device, say))
-        return benchmark(args.benchmark, settings, Denoiser(unet, None), schedule, memory, device, rank, world)
+        plain = Denoiser(unet, None)
+        return benchmark(args.benchmark, settings, plain, schedule, memory, device, rank, world, args.trace)
     text_encoder = load_text_encoder(settings, checkpoint)
     trains_text = settings["train_text_encoder"]
     text_encoder.requires_grad_(trains_text)
@@ -981,10 +989,10 @@ def main(argv=None):
 
     if args.benchmark:
         text_encoder.to(device).eval()
-        loader = loader_of(0, args.benchmark + warm_up_steps(args.benchmark, len(train.shapes)))
+        steps = args.benchmark + warm_up_steps(args.benchmark, len(train.shapes)) + (TRACED if args.trace else 0)
         return benchmark(
-            args.benchmark, settings, denoiser, schedule, memory, device, rank, world, loader, text_of,
-            len(train.shapes),
+            args.benchmark, settings, denoiser, schedule, memory, device, rank, world, args.trace, loader_of(0, steps),
+            text_of, len(train.shapes),
         )  # fmt: skip
     if args.dry_run:
         return dry_run(out, settings, denoiser, text_encoder, total, global_batch, order, device) if rank == 0 else None
@@ -1328,6 +1336,7 @@ def dry_run(out: Path, settings, denoiser, text_encoder, total: int, global_batc
 
 
 PASSES = 5  # of benchmark, to tell forward and backward apart
+TRACED = 3  # steps in its trace
 
 
 def warm_up_steps(steps: int, shapes: int) -> int:
@@ -1336,12 +1345,12 @@ def warm_up_steps(steps: int, shapes: int) -> int:
 
 
 def benchmark(
-    steps: int, settings, denoiser, schedule, memory, device, rank, world, loader=None, text_of=None, shapes=1
+    steps: int, settings, denoiser, schedule, memory, device, rank, world, trace, loader=None, text_of=None, shapes=1
 ):
     """Time whole training steps: on latents and text of a loader, or on random ones that stay on the device. Prints a
     JSON line last; its ms are means over the steps after the warm-up, parts in the device's time. Forward and backward
     pass are told apart afterwards, in passes that are not recorded; sharing_ms is how much longer a micro-batch's
-    passes take where processes share gradients in them."""
+    passes take where processes share gradients in them. trace: a file for the first rank's trace of TRACED steps."""
     preset, micro, accumulate = PRESETS[settings["model"]], settings["batch"], settings["accumulate"]
     side, cuda = settings["size"] // preset["vae"].factor, device.type == "cuda"
     shape, tokens = (preset["unet"].in_channels, side, side), TextEncoder.MAX_LENGTH
@@ -1364,12 +1373,8 @@ def benchmark(
     def ms(a, b):
         return a.elapsed_time(b) if cuda else (b - a) * 1e3
 
-    warmup, first_step, waited, points = warm_up_steps(steps, shapes), None, 0.0, []
-    started = time.perf_counter()
-    for step in range(-warmup, steps):
-        if step == 0:
-            sync()
-            started, waited = time.perf_counter(), 0.0
+    def whole_step():
+        nonlocal batch, waited
         marks = [now()]
         for a in range(accumulate):
             asked = time.perf_counter()
@@ -1378,23 +1383,37 @@ def benchmark(
             waited += time.perf_counter() - asked
             micro_steps(batch, first=a == 0, last=a == accumulate - 1)
         marks.append(now())
-        limit = clip_limit(settings, 0.0)
-        update(settings["lr"], limit, settings["ema"]).item()
+        update(settings["lr"], clip_limit(settings, 0.0), settings["ema"]).item()
         micro_steps.end()
-        marks.append(now())
-        if first_step is None:
-            sync()
-            first_step = time.perf_counter() - started
-        if step >= 0:
-            points.append(marks)
+        return *marks, now()
+
+    batch, waited, started = None, 0.0, time.perf_counter()
+    whole_step()
+    sync()
+    first_step = time.perf_counter() - started
+    for _ in range(warm_up_steps(steps, shapes) - 1):
+        whole_step()
+    sync()
+    started, waited = time.perf_counter(), 0.0
+    points = [whole_step() for _ in range(steps)]
     sync()
     seconds = (time.perf_counter() - started) / steps
     rate = micro * accumulate * world / seconds
     parts = {
+        "data_wait": waited / steps * 1e3,
         "forward_backward": sum(ms(a, b) for a, b, _ in points) / steps,
         "optimizer": sum(ms(b, c) for _, b, c in points) / steps,
     }
     peak_gib = round(peak_memory(update), 2) if cuda else None
+
+    if trace:
+        with torch.profiler.profile() as profiled:
+            for _ in range(TRACED):
+                whole_step()
+            sync()
+            profiled.add_metadata_json("steps", str(TRACED))
+        if rank == 0:
+            profiled.export_chrome_trace(trace)
 
     graphs, marks, passes = micro_steps.graphed is not None, [], {False: [], True: []}
     micro_steps.without_graphs()
@@ -1422,7 +1441,6 @@ def benchmark(
             "grad_checkpoint": settings["grad_checkpoint"], "steps": steps, "data": "loader" if loader else "synthetic",
             "shapes": shapes, "graphs": graphs,
             "images_per_s": round(rate, 2), "ms_per_step": round(seconds * 1e3, 2),
-            "data_wait_ms": round(waited / steps * 1e3, 2),
             **{f"{name}_ms": round(value, 2) for name, value in parts.items()},
             "sharing_ms": None if sharing is None else round(sharing, 2),
             "first_step_s": round(first_step, 2),

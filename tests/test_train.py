@@ -10,6 +10,7 @@ import json
 import math
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -1376,6 +1377,57 @@ def test_benchmark_finds_what_takes_the_time(data, tmp_path):
     assert two["images_per_s"] == pytest.approx(4e3 / two["ms_per_step"], rel=0.01)
     synthetic = row("--without", "data_root", "--without", "data", "--without", "text_encoder")
     assert synthetic["data"] == "synthetic" and synthetic["data_wait_ms"] < 5
+
+    traced = row("--batch", 2, "--trace", tmp_path / "trace.json", hook=waiting(loader=0.1))
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    updates = [e for e in trace["traceEvents"] if e.get("name", "").startswith("Optimizer.step#")]
+    assert trace["steps"] == len(updates) == SD_Train.TRACED
+    assert traced["data_wait_ms"] < 150  # of the timed steps alone
+    for wrong, found in (
+        (["--trace", "x"], "give that flag too"),
+        (["--benchmark", 1, "--trace", "no/x"], "found no/x"),
+    ):
+        assert found in train(data, tmp_path / "run", *wrong, expect=2)
+
+
+def test_kinds_of_kernels_in_a_trace(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(str(Path(SD_Train.__file__).parent / "benchmarks"))
+    import trace_kinds
+
+    kinds = {
+        "void cudnn::ops::nchwToNhwcKernel<__nv_bfloat16, __nv_bfloat16, float, false, true>": "layout",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_3_64x64x64_4x1x1": "attention",
+        "sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x64": "convolutions",
+        "sm80_xmma_wgrad_implicit_gemm_indexed_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128": "convolutions",
+        "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_bias_TNT": "products",
+        "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl<at::native::direct_copy_kernel_cuda>>":
+            "strided copies",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::direct_copy_kernel_cuda(at::TensorIt)>": "other",
+        "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "sharing",
+        "_adamw": "optimizer", "_gn_apply": "GroupNorm", "_ln_backward": "LayerNorm", "_geglu_forward": "GEGLU",
+        "_geglu_product": "products", "_add_bias": "residuals, biases, packing",
+    }  # fmt: skip
+    assert {name: trace_kinds.kind_of(name) for name in kinds} == kinds
+    launched = set(re.findall(r"_launch\(\s*(_\w+)", Path(SD_Kernels.__file__).read_text())) - {"kernel"}
+    assert len(launched) > 10 and "other" not in map(trace_kinds.kind_of, launched)
+
+    names, trace = list(kinds)[:3], tmp_path / "trace.json"
+    events = [{"cat": "kernel", "name": n, "ts": 4000 * i, "dur": 3000} for i, n in enumerate(names)]
+    events += [{"cat": "gpu_memcpy", "name": "Memcpy DtoD", "ts": 2000, "dur": 1500}]  # half of it beside a kernel
+    events += [{"cat": "cpu_op", "name": "aten::conv2d", "ts": 0, "dur": 99999}]
+    trace.write_text(json.dumps({"steps": 2, "traceEvents": events}))
+    trace_kinds.main([str(trace)])
+    *lines, last = capsys.readouterr().out.splitlines()
+    row = json.loads(last)
+    assert len(lines) == 4 and (row["ms_per_step"], row["idle_ms"]) == (5.5, 0.75)
+    assert row["kinds"]["attention"] == {"ms": 1.5, "kernels": 0.5} and row["kinds"]["copies"]["ms"] == 0.75
+    assert row["layout"] == names[:1]
+    trace.write_text(json.dumps({"steps": 2, "traceEvents": events[-1:]}))
+    with pytest.raises(SD_Model.InputError, match="no kernels of a GPU"):
+        trace_kinds.main([str(trace)])
+    trace.write_text("{}")
+    with pytest.raises(SD_Model.InputError, match="is no trace from SD_Train.py"):
+        trace_kinds.main([str(trace)])
 
 
 @pytest.mark.skipif(SD_Kernels.triton is None, reason="Triton is not installed")
