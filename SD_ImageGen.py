@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 import SD_Convert
 import SD_Kernels
-from SD_Model import InputError, NoiseSchedule, TextEncoder, UNet, run_cli
+from SD_Model import InputError, NoiseSchedule, TextEncoder, UNet, UNetConfig, run_cli
 from SD_Samplers import SAMPLERS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -76,6 +76,11 @@ def count_flops(function, *shapes: tuple[int, ...]) -> int:
     return counter.get_total_flops()
 
 
+def unet_flops(config: UNetConfig, latent: tuple[int, int, int], tokens: int) -> int:
+    """Of one latent through the UNet; with the backward pass three times that."""
+    return count_flops(lambda *x: UNet(config)(*x), (1, *latent), (1,), (1, tokens, config.context_dim))
+
+
 def benchmark_facts(device: torch.device, flops: float) -> dict:
     """What every benchmark's line of JSON ends with: MFU at so many FLOP/s, memory, card and versions."""
     cuda, peak = device.type == "cuda", peak_flops(device)
@@ -114,12 +119,12 @@ def benchmark(unet, vae, context: torch.Tensor, args, shape: tuple[int, int, int
         decode_latents(vae, x.cpu(), args.batch, device, dtype)
     decode = (time.perf_counter() - started) / 3 / args.batch
     rate = (2 if args.cfg not in (0, 1) else 1) * args.batch / step
-    flops = count_flops(lambda *inputs: UNet(unet.config)(*inputs), (1, *shape), (1,), (1, *context.shape))
     return {"batch": args.batch, "latent": list(shape), "cfg": args.cfg, "steps": args.benchmark,
             "ms_per_step": round(step * 1e3, 3), "steps_per_s": round(1 / step, 2),
             "evaluations_per_s": round(rate, 1), "decode_ms_per_picture": round(decode * 1e3, 2),
             "first_steps_s": round(first, 2), "dtype": str(dtype).removeprefix("torch."),
-            "kernels": call is not unet, **benchmark_facts(device, rate * flops)}  # fmt: skip
+            "kernels": call is not unet,
+            **benchmark_facts(device, rate * unet_flops(unet.config, shape, len(context)))}  # fmt: skip
 
 
 def initial_noise(seeds: list[int], shape: tuple[int, int, int]) -> torch.Tensor:

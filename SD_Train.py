@@ -67,6 +67,7 @@ from SD_Model import (
     SpatialTransformer,
     TextEncoder,
     UNet,
+    UNetConfig,
     count_parameters,
     run_cli,
     weights_hash,
@@ -143,6 +144,8 @@ CHANGEABLE = set(
     "sample_steps sample_prompts sample_cfg log_steps max_skipped wandb".split()
 )
 SMALL_VAE = 64 << 20  # bytes; a VAE up to this goes into each checkpoint, a larger one by name and hash
+PASSES = 5  # of benchmark, to tell forward and backward apart
+TRACED = 3  # steps in its trace
 ROOM = 4 << 30  # bytes for validation and sample grids, which cannot use the memory that graphs hold
 
 
@@ -468,7 +471,7 @@ class MicroSteps:
         self.model, self.parts, self.say = model, (text_of, schedule, settings), say
         self.net = in_autocast(model, device, settings["dtype"])
         self.parameters, self.shared, self.graphed = update.parameters, update.shared, None
-        self.compiled = not settings["kernels"]  # else before the first pass
+        self.compiled = not settings["kernels"]  # if not, the first call begins with that
         self.share = 1 / settings["accumulate"]  # of a micro-batch in the step's gradient
         if self.shared:  # whose sums are no means
             self.share /= dist.get_world_size()
@@ -567,17 +570,10 @@ def in_autocast(net, device: torch.device, dtype: str):
     return call
 
 
-def forward_flops(preset: str, latent_shape: tuple[int, int, int], tokens: int) -> int:
-    """Of one picture through the UNet; with the backward pass three times that."""
-    config = PRESETS[preset]["unet"]
-    shapes = (1, *latent_shape), (1,), (1, tokens, config.context_dim)
-    return SD_ImageGen.count_flops(lambda *inputs: UNet(config)(*inputs), *shapes)
-
-
-def mean_flops(preset: str, split: Split) -> float:
-    """forward_flops of a split's pictures, on average over their shapes."""
-    z, counts = PRESETS[preset]["unet"].in_channels, np.bincount(split.shape, minlength=len(split.shapes))
-    each = [forward_flops(preset, (z, *shape[1:]), split.ids.shape[1]) for shape in split.shapes]
+def mean_flops(config: UNetConfig, split: Split) -> float:
+    """unet_flops of a split's pictures, on average over their shapes."""
+    counts, tokens = np.bincount(split.shape, minlength=len(split.shapes)), split.ids.shape[1]
+    each = [SD_ImageGen.unet_flops(config, (config.in_channels, *shape[1:]), tokens) for shape in split.shapes]
     return float(np.average(each, weights=counts))
 
 
@@ -1078,7 +1074,7 @@ def main(argv=None):
         signal.signal(s, lambda *_: stop.set())
 
     peak = SD_ImageGen.peak_flops(device)
-    flops = 3 * mean_flops(settings["model"], train) if peak else None
+    flops = 3 * mean_flops(unet.config, train) if peak else None
     first, end = progress.step, min(total, args.stop_at or total)
     loader = loader_of(first, end)
     bar = tqdm(total=total, initial=first, disable=rank != 0, unit="step", dynamic_ncols=True, mininterval=1.0)
@@ -1335,10 +1331,6 @@ def dry_run(out: Path, settings, denoiser, text_encoder, total: int, global_batc
     print(f"learning rate: {path}")
 
 
-PASSES = 5  # of benchmark, to tell forward and backward apart
-TRACED = 3  # steps in its trace
-
-
 def warm_up_steps(steps: int, shapes: int) -> int:
     """Of benchmark: for each shape of latents, kernels are compiled and algorithms chosen."""
     return min(20, steps) * shapes
@@ -1373,6 +1365,10 @@ def benchmark(
     def ms(a, b):
         return a.elapsed_time(b) if cuda else (b - a) * 1e3
 
+    def end_step():
+        update(settings["lr"], clip_limit(settings, 0.0), settings["ema"]).item()
+        micro_steps.end()
+
     def whole_step():
         nonlocal batch, waited
         marks = [now()]
@@ -1383,8 +1379,7 @@ def benchmark(
             waited += time.perf_counter() - asked
             micro_steps(batch, first=a == 0, last=a == accumulate - 1)
         marks.append(now())
-        update(settings["lr"], clip_limit(settings, 0.0), settings["ema"]).item()
-        micro_steps.end()
+        end_step()
         return *marks, now()
 
     batch, waited, started = None, 0.0, time.perf_counter()
@@ -1404,6 +1399,7 @@ def benchmark(
         "forward_backward": sum(ms(a, b) for a, b, _ in points) / steps,
         "optimizer": sum(ms(b, c) for _, b, c in points) / steps,
     }
+    flops = SD_ImageGen.unet_flops(denoiser.unet.config, shape, tokens)
     peak_gib = round(peak_memory(update), 2) if cuda else None
 
     if trace:
@@ -1425,8 +1421,7 @@ def benchmark(
             micro_steps(batch, first=True, last=last)
             if i:  # after one to warm up
                 passes[last].append((*marks, now()))
-        update(settings["lr"], clip_limit(settings, 0.0), settings["ema"]).item()
-        micro_steps.end()
+        end_step()
     hook.remove()
     sync()
     alone = passes[world == 1]
@@ -1445,8 +1440,8 @@ def benchmark(
             "sharing_ms": None if sharing is None else round(sharing, 2),
             "first_step_s": round(first_step, 2),
             "gradients_by": update.shared and type(update.shared.way).__name__,
-            **SD_ImageGen.benchmark_facts(device, rate / world * 3 * forward_flops(settings["model"], shape, tokens)),
-            "peak_GiB": peak_gib,
+            **SD_ImageGen.benchmark_facts(device, rate / world * 3 * flops),
+            "peak_GiB": peak_gib,  # of the timed steps, with what processes share
         }))  # fmt: skip
     if world > 1:
         del model, micro_steps  # as at the end of main

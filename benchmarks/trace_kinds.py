@@ -23,13 +23,13 @@ from SD_Model import InputError, run_cli  # noqa: E402
 KINDS = {
     "layout": r"nchw|transpose",
     "strided copies": r"(?<!vectorized_)(?<!unrolled_)elementwise_kernel<.*direct_copy",
-    "attention": r"fmha|flash|sdpa|attention",
+    "attention": r"fmha|flash|sdpa|attention|^_softmax",
     "sharing": r"nccl|symm|barrier|^_add_parts",
     "optimizer": r"^_adamw|multi_tensor_apply",
     "GroupNorm": r"^_gn_|group_?norm|rowwisemoments",
     "LayerNorm": r"^_ln_|layer_?norm",
     "GEGLU": r"^_geglu_(forward|backward)|gelu",
-    "residuals, biases, packing": r"^_add_bias|^_column_sums|^_pack|^_softmax",
+    "residuals, biases, packing": r"^_add_bias|^_column_sums|^_pack",
     "convolutions": r"fprop|dgrad|wgrad|conv|implicit",
     "products": r"gemm|gemv|nvjet|cutlass|splitk|^_geglu_product",
 }

@@ -403,8 +403,7 @@ def test_benchmark_prints_its_figures_and_writes_nothing(small_tokenizer, tmp_pa
 
 def test_utilisation_is_of_the_flops_that_torch_counts(monkeypatch):
     conv = lambda x: torch.nn.Conv2d(3, 5, 3, padding=1)(x)  # noqa: E731
-    assert (
-        SD_ImageGen.count_flops(conv, (2, 3, 8, 8)) == 2 * 2 * 5 * 3 * 9 * 64
-    )  # a multiplication and an addition each
+    # Each output of each of two pictures: a multiplication and an addition for every weight.
+    assert SD_ImageGen.count_flops(conv, (2, 3, 8, 8)) == 2 * 5 * 64 * 2 * 27
     monkeypatch.setattr(SD_ImageGen, "peak_flops", lambda device: 2e12)
     assert SD_ImageGen.benchmark_facts(torch.device("cpu"), 5e11)["mfu"] == 0.25
