@@ -73,6 +73,7 @@ def main(argv=None):
     parser.add_argument("--pictures", type=int, default=64, help="different ones")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--seed", type=int, default=0, help="of weights, pictures, noise and timesteps")
     parser.add_argument("--splits", type=int, nargs="+", default=[1, 2, 4], help="micro-batches of the plain runs")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--device", help="cuda, cuda:1, mps or cpu; default: the best there is")
@@ -83,7 +84,8 @@ def main(argv=None):
     of_kernels = (1, 2) if SD_Kernels.available(device) else ()
     if bad := [n for n in (*args.splits, *of_kernels) if n < 1 or args.batch % n]:
         raise InputError(f"--batch {args.batch} must be divisible by the numbers of micro-batches, found {bad[0]}")
-    flags = ["--phase", "scratch_256", "--model", args.model, "--size", str(args.size), "--lr", str(args.lr)]
+    flags = ["--phase", "scratch_256", "--model", args.model, "--size", str(args.size), "--lr", str(args.lr),
+             "--seed", str(args.seed)]  # fmt: skip
     settings = SD_Train.resolve(SD_Train.parse_args(flags), None) | {"dtype": args.dtype, "warmup": 20}
     torch.manual_seed(settings["seed"])
     start, runs = UNet(PRESETS[args.model]["unet"], settings["zero_init"]), {}
@@ -102,7 +104,7 @@ def main(argv=None):
         apart = (weights - other_weights).norm() / (other_weights - before).norm()
         rows.append({"runs": [a, b], **distances(losses, others), "weights": apart.item()})
     card = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    print(json.dumps({"steps": args.steps, "model": args.model, "dtype": args.dtype, "card": card,
+    print(json.dumps({"steps": args.steps, "model": args.model, "dtype": args.dtype, "seed": args.seed, "card": card,
                       "torch": torch.__version__, "pairs": rows}))  # fmt: skip
 
 
