@@ -4,9 +4,10 @@
 
 Every run starts from the same weights and sees the same pictures, noise and timesteps; plain runs differ only in the
 order of their sums: in how many micro-batches make a step (gradients' sums), and on a GPU in the layout of images
-(convolutions' sums too, from the first step on). Of each pair of runs the last line (JSON) has the mean over the steps
-of |a - b| / b, of all steps and of each quarter of them, and the distance of the trained weights relative to the way
-they went.
+(convolutions' sums too, from the first step on). With bf16 another plain run computes in fp32 (a GPU: products in TF32):
+a path that rounds less has losses nearer to its. Of each pair of runs the last line (JSON) has the mean over the
+steps of |a - b| / b, of all steps and of each quarter of them, and the distance of the trained weights relative to the
+way they went.
 """
 
 import argparse
@@ -86,16 +87,18 @@ def main(argv=None):
         raise InputError(f"--batch {args.batch} must be divisible by the numbers of micro-batches, found {bad[0]}")
     flags = ["--phase", "scratch_256", "--model", args.model, "--size", str(args.size), "--lr", str(args.lr),
              "--seed", str(args.seed)]  # fmt: skip
-    settings = SD_Train.resolve(SD_Train.parse_args(flags), None) | {"dtype": args.dtype, "warmup": 20}
+    settings = SD_Train.resolve(SD_Train.parse_args(flags), None) | {"warmup": 20}
     torch.manual_seed(settings["seed"])
     start, runs = UNet(PRESETS[args.model]["unet"], settings["zero_init"]), {}
     usual = torch.channels_last if device.type == "cuda" else torch.contiguous_format
-    variants = [(f"plain, {n} micro-batches", n, False, usual) for n in args.splits]
+    variants = [(f"plain, {n} micro-batches", n, False, usual, args.dtype) for n in args.splits]
     if device.type == "cuda":
-        variants.append(("plain, contiguous", 1, False, torch.contiguous_format))
-    variants += [(f"kernels, {n} micro-batches", n, True, usual) for n in of_kernels]
-    for name, count, kernels, memory in variants:
-        how = settings | {"kernels": kernels, "accumulate": count, "batch": args.batch // count}
+        variants.append(("plain, contiguous", 1, False, torch.contiguous_format, args.dtype))
+    if args.dtype != "fp32":
+        variants.append(("plain, fp32", 1, False, usual, "fp32"))
+    variants += [(f"kernels, {n} micro-batches", n, True, usual, args.dtype) for n in of_kernels]
+    for name, count, kernels, memory, dtype in variants:
+        how = settings | {"kernels": kernels, "accumulate": count, "batch": args.batch // count, "dtype": dtype}
         runs[name] = train(start, how, memory, args.pictures, args.steps, device)
         print(f"{name}: loss {runs[name][0][0]:.4f} -> {runs[name][0][-1]:.4f}", flush=True)
     before, rows = sampled(start), []

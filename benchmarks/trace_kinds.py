@@ -23,7 +23,7 @@ from SD_Model import InputError, run_cli  # noqa: E402
 KINDS = {
     "layout": r"nchw|transpose",
     "strided copies": r"(?<!vectorized_)(?<!unrolled_)elementwise_kernel<.*direct_copy",
-    "attention": r"fmha|flash|sdpa|attention|^_softmax",
+    "attention": r"fmha|flash|sdpa|attention|^_softmax|compute_dot_do_o|convert_dq",
     "sharing": r"nccl|symm|barrier|^_add_parts",
     "optimizer": r"^_adamw|multi_tensor_apply",
     "GroupNorm": r"^_gn_|group_?norm|rowwisemoments",

@@ -4,6 +4,7 @@ pytest tests/test_samplers.py
 """
 
 import json
+import time
 import math
 import re
 
@@ -387,14 +388,17 @@ def test_bad_flags_are_refused_before_any_work(small_tokenizer, tmp_path, monkey
     assert not list(tmp_path.glob("out/*.png"))
 
 
-def test_benchmark_prints_its_figures_and_writes_nothing(small_tokenizer, tmp_path, capsys):
+def test_benchmark_prints_its_figures_and_writes_nothing(small_tokenizer, tmp_path, capsys, monkeypatch):
     make_pipeline(small_tokenizer).save_pretrained(tmp_path / "model")
     size = ["--width", "32", "--height", "32", "--batch", "2"]
     common = ["--model", str(tmp_path / "model"), "--device", "cpu", "--out", str(tmp_path / "out"), *size]
     with pytest.raises(InputError, match="--benchmark wants at least 1, found 0"):
         SD_ImageGen.main([*common, "--benchmark", "0"])
+    started, open_model = time.perf_counter(), SD_ImageGen.SD_Convert.open_model
+    monkeypatch.setattr(SD_ImageGen.SD_Convert, "open_model", lambda *a, **k: time.sleep(0.3) or open_model(*a, **k))
     SD_ImageGen.main([*common, "--benchmark", "3"])
     row = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert 0.3 <= row["load_s"] < time.perf_counter() - started
     assert (row["benchmark"], row["batch"], row["steps"], row["card"]) == ("sample", 2, 3, "cpu")
     assert row["torch"] == torch.__version__ and row["mfu"] is row["peak_GiB"] is None  # a CPU
     assert row["evaluations_per_s"] == pytest.approx(4e3 / row["ms_per_step"], rel=0.01)  # 2 pictures, 2 sides of CFG

@@ -1399,6 +1399,8 @@ def test_kinds_of_kernels_in_a_trace(monkeypatch, tmp_path, capsys):
         "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_3_64x64x64_4x1x1": "attention",
         "sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x64": "convolutions",
         "sm80_xmma_wgrad_implicit_gemm_indexed_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128": "convolutions",
+        "void cudnn::fusion::compute_dot_do_o<true>(void const*, void const*, void*, void*, unsigned": "attention",
+        "void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*, unsigned int, unsigned": "attention",
         "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_bias_TNT": "products",
         "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl<at::native::direct_copy_kernel_cuda>>":
             "strided copies",
@@ -1445,12 +1447,17 @@ def test_loss_benchmark_tells_rounding_from_other_training(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(Path(SD_Train.__file__).parent / "benchmarks"))
     import loss_bench
 
-    def pair(*more):
+    def pairs(*more):
         flags = ["--model", "micro", "--size", "64", "--steps", "12", "--batch", "4", "--pictures", "8", "--splits"]
         loss_bench.main([*flags, "1", "2", "--dtype", "fp32", "--device", "cpu", "--lr", "1e-3", *more])
-        return json.loads(capsys.readouterr().out.splitlines()[-1])["pairs"][0]
+        return {tuple(row["runs"]): row for row in json.loads(capsys.readouterr().out.splitlines()[-1])["pairs"]}
+
+    def pair():
+        return next(iter(pairs().values()))
 
     same, backward = pair(), SD_Train.backward
+    exact = [row["all"] for runs, row in pairs("--dtype", "bf16").items() if runs[1] == "plain, fp32"]
+    assert len(exact) == 2 and min(exact) > 3 * same["all"]  # bf16 rounds more than fp32 in another order
     assert same["all"] < 1e-5 and max(same["quarters"]) < 1e-5 and 0 < same["weights"] < 1e-3
 
     def weighted_otherwise(net, batch, text, schedule, settings, share):
