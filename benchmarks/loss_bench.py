@@ -4,8 +4,8 @@
 
 Every run starts from the same weights and sees the same pictures, noise and timesteps; plain runs differ only in the
 order of their sums: in how many micro-batches make a step (gradients' sums), and on a GPU in the layout of images
-(convolutions' sums too, from the first step on). With bf16 another plain run computes in fp32 (a GPU: products in TF32):
-a path that rounds less has losses nearer to its. Of each pair of runs the last line (JSON) has the mean over the
+(convolutions' sums too, from the first step on). With bf16 there is a plain run in fp32 too (on a GPU with products in
+TF32): a path that rounds less has losses nearer to its. Of each pair of runs the last line (JSON) has the mean over the
 steps of |a - b| / b, of all steps and of each quarter of them, and the distance of the trained weights relative to the
 way they went.
 """

@@ -4,9 +4,9 @@ pytest tests/test_samplers.py
 """
 
 import json
-import time
 import math
 import re
+import time
 
 import diffusers
 import numpy as np
