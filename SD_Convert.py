@@ -666,9 +666,13 @@ def clip_from_tensors(source, config, tensors: dict[str, torch.Tensor], tokenize
         empty = CLIPTextModel(config).state_dict()
     names = {name.removeprefix("text_model."): name for name in empty}  # transformers' own names, by version
     state = fit("text encoder", source, {name: t.shape for name, t in empty.items()}, tensors, names)
-    model = CLIPTextModel(config)
-    model.load_state_dict(state)
-    return TextEncoder(model.float().eval().requires_grad_(False), tokenizer)
+    state = {name: t.to(torch.float32, copy=True) for name, t in state.items()}
+    # Unlike CLIPTextModel(config), this draws no random weights first, which takes seconds.
+    how = dict(config=config, state_dict=state, dtype=torch.float32, output_loading_info=True)
+    model, info = CLIPTextModel.from_pretrained(None, **how)
+    if lost := [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]:
+        raise InputError(f"this version of transformers did not take the text encoder's {lost[:5]} from {source}")
+    return TextEncoder(model.eval().requires_grad_(False), tokenizer)
 
 
 def infer_clip_config(source, tensors: dict[str, torch.Tensor]):
@@ -1051,6 +1055,11 @@ def tokenizer_files(tokenizer) -> dict[str, str]:
         tokenizer.save_pretrained(folder)
         files = {p.name: p.read_text(encoding="utf-8") for p in sorted(Path(folder).iterdir()) if p.is_file()}
     bpe = json.loads(files["tokenizer.json"])["model"]
+    if bpe.get("type") != "BPE":
+        raise InputError(
+            f"a byte-pair tokenizer, as CLIP has, was wanted for other programs to read, found {bpe.get('type')}; "
+            "--format native keeps this one"
+        )
     pairs = [" ".join(pair) if isinstance(pair, list) else pair for pair in bpe["merges"]]
     files["vocab.json"] = json.dumps(bpe["vocab"], ensure_ascii=False)
     files["merges.txt"] = "\n".join(["#version: 0.2", *pairs, ""])

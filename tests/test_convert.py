@@ -18,7 +18,9 @@ import diffusers
 import numpy as np
 import pytest
 import safetensors
+import tokenizers
 import torch
+import transformers
 from conftest import ROOT, make_pipeline, randomise
 from diffusers.loaders import single_file_utils
 from PIL import Image
@@ -249,6 +251,22 @@ def test_values_beyond_fp16_are_refused(checkpoint, tmp_path):
     convert(source, tmp_path / "a.safetensors", "--format", "ldm", "--dtype", "bf16")
     with pytest.raises(InputError, match="exists already"):
         convert(source, tmp_path / "a.safetensors", "--format", "ldm")
+
+
+def test_tokenizer_that_others_cannot_read(checkpoint, tmp_path):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "<unk>": 2}, unk_token="<unk>"))
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="<s>", eos_token="</s>", pad_token="</s>", unk_token="<unk>",
+        model_max_length=77,
+    )  # fmt: skip
+    source = write_checkpoint(tmp_path / "words", tokenizer)
+    for flags in (["--format", "ldm"], ["--format", "diffusers"]):
+        with pytest.raises(InputError, match="byte-pair tokenizer.*found WordLevel; --format native"):
+            convert(source, tmp_path / "out.safetensors", *flags)
+        assert not list(tmp_path.glob("out*"))
+    assert (
+        open_model(convert(source, tmp_path / "native", "--format", "native")).text_encoder().tokenizer.vocab_size == 3
+    )
 
 
 def test_stem_that_others_have_not(small_tokenizer, tmp_path):
@@ -518,6 +536,18 @@ def test_text_encoder_names_vary(single, tmp_path, prefix):
     with safetensors.safe_open(single, "pt") as f:
         save_file(state, tmp_path / "a.safetensors", f.metadata())
     assert_equal(everything(single, "ema"), everything(tmp_path / "a.safetensors", "ema"))
+
+
+def test_a_transformers_that_takes_no_weights_is_noticed(single, monkeypatch):
+    real = transformers.CLIPTextModel.from_pretrained.__func__
+
+    def lossy(cls, *args, state_dict, **more):
+        lost = {"embeddings.token_embedding.weight", "text_model.embeddings.token_embedding.weight"}
+        return real(cls, *args, state_dict={k: t for k, t in state_dict.items() if k not in lost}, **more)
+
+    monkeypatch.setattr(transformers.CLIPTextModel, "from_pretrained", classmethod(lossy))
+    with pytest.raises(InputError, match="did not take the text encoder's .*token_embedding.weight"):
+        open_model(single).text_encoder()
 
 
 def test_reading_holds_one_copy(tmp_path):
