@@ -264,9 +264,8 @@ def test_tokenizer_that_others_cannot_read(checkpoint, tmp_path):
         with pytest.raises(InputError, match="byte-pair tokenizer.*found WordLevel; --format native"):
             convert(source, tmp_path / "out.safetensors", *flags)
         assert not list(tmp_path.glob("out*"))
-    assert (
-        open_model(convert(source, tmp_path / "native", "--format", "native")).text_encoder().tokenizer.vocab_size == 3
-    )
+    native = convert(source, tmp_path / "native", "--format", "native")
+    assert open_model(native).text_encoder().tokenizer.vocab_size == 3
 
 
 def test_stem_that_others_have_not(small_tokenizer, tmp_path):
