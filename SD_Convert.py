@@ -666,10 +666,12 @@ def clip_from_tensors(source, config, tensors: dict[str, torch.Tensor], tokenize
         empty = CLIPTextModel(config).state_dict()
     names = {name.removeprefix("text_model."): name for name in empty}  # transformers' own names, by version
     state = fit("text encoder", source, {name: t.shape for name, t in empty.items()}, tensors, names)
+    # Copies, as the model keeps these very tensors, and a file may change under the ones that are mapped. Unlike
+    # CLIPTextModel(config), from_pretrained draws no random weights first, which takes seconds.
     state = {name: t.to(torch.float32, copy=True) for name, t in state.items()}
-    # Unlike CLIPTextModel(config), this draws no random weights first, which takes seconds.
-    how = dict(config=config, state_dict=state, dtype=torch.float32, output_loading_info=True)
-    model, info = CLIPTextModel.from_pretrained(None, **how)
+    model, info = CLIPTextModel.from_pretrained(
+        None, config=config, state_dict=state, dtype=torch.float32, output_loading_info=True
+    )
     if lost := [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]:
         raise InputError(f"this version of transformers did not take the text encoder's {lost[:5]} from {source}")
     return TextEncoder(model.eval().requires_grad_(False), tokenizer)

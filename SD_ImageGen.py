@@ -431,11 +431,11 @@ def main(argv=None):
     del text_encoder
     unet = fast(model.unet(device, dtype), device, dtype)
     if args.benchmark:
-        loaded = {"load_s": round(time.time() - started, 2)}  # all three networks, and the prompt encoded
+        load_s = round(time.time() - started, 2)  # all three networks, and the prompt encoded
         if isinstance(unet, SD_Kernels.FusedUNet):
             SD_Kernels.apply(vae)
         row = benchmark(unet, vae, contexts[0], args, (z, height // factor, width // factor), device, dtype)
-        return print(json.dumps({"benchmark": "sample", "model": args.model} | loaded | row))
+        return print(json.dumps({"benchmark": "sample", "model": args.model, "load_s": load_s} | row))
     if isinstance(unet, SD_Kernels.FusedUNet):
         unet, vae = SD_Kernels.Graphed(unet), SD_Kernels.apply(vae)
     latents = sample_latents(
