@@ -38,36 +38,44 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from data_pipeline import common
-from encode_latents import stream, write_json
-from SD_Convert import checkpoint_problem, new_folder, save_tensors, save_vae
-from SD_ImageGen import DTYPES, grid, pick_device, save_png
-from SD_Model import PRESETS, VAE, InputError, run_cli, weights_hash
-from SD_Run import lock_run, sha256
+from sd.device import DTYPES, pick_device
+from sd.errors import InputError, run
+from sd.files import atomic_path, atomic_write, lock_run, make_folder, new_folder, read_json, sha256
+from sd.latents import write_json
+from sd.optim import Muon
+from sd.pictures import grid, save_png
+from sd.shards import image_key, key_fraction, list_shards, source_of
+from sd.stream import stream
+from sd.weights.parts import save_vae
+from sd.weights.read import checkpoint_problem
+from sd.weights.tensors import save_tensors
+from sd.workers import progress
+from SD_Model import PRESETS, VAE, weights_hash
 
 MAX_HELD_OUT = 256  # pictures that the PSNR is measured on
+
 MAX_MEASURED = 4096  # pictures that the latents' standard deviation is measured on
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+
+
 # Pictures
-
-
 def load_pictures(images: str, size: int, workers: int, ram_gib: float, held_out_share: float) -> tuple:
     """Decode all pictures once, and split them by hash of their keys.
 
     Returns training pictures uint8 [N, size, size, 3], held-out ones [M <= MAX_HELD_OUT, size, size, 3], and a sha256
     over both. Where they would take more than ram_gib, the first that fit are used, and a line says so.
     """
-    tars = common.list_shards(images)
+    tars = list_shards(images)
     limit = int(ram_gib * 2**30) // (size * size * 3)
     train, held_out, count, rejects = [], [], 0, {}
-    with common.progress(None, "reading", "img") as bar:
+    with progress(None, "reading", "img") as bar:
         batches = stream(tars, size, batch=64, workers=workers)
         for batch in batches:
-            source, shard = common.source_of(tars[batch.shard]), tars[batch.shard].stem
+            source, shard = source_of(tars[batch.shard]), tars[batch.shard].stem
             for key, picture in zip(batch.keys, batch.pictures.numpy(), strict=True):
-                held = common.key_fraction(common.image_key(source, shard, key)) < held_out_share
+                held = key_fraction(image_key(source, shard, key)) < held_out_share
                 if not held:
                     train.append(picture)
                 elif len(held_out) < MAX_HELD_OUT:
@@ -116,9 +124,9 @@ def to_model(pictures: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+
+
 # Loss and measures
-
-
 def losses(vae: VAE, x: torch.Tensor, noise: torch.Tensor, weights: dict) -> dict[str, torch.Tensor]:
     """The terms of the loss, and their weighted sum under 'loss'. x [B, 3, H, W], noise [B, z, h, w]."""
     mean, logvar = (m.float() for m in vae.moments(x))
@@ -175,16 +183,16 @@ def save_comparison(path: Path, pictures: torch.Tensor, reconstructions: torch.T
     for i in range(0, min(len(pictures), 4 * columns) // columns * columns or len(pictures), columns):
         rows += [pictures[i : i + columns].numpy(), reconstructions[i : i + columns].numpy()]
     path.parent.mkdir(exist_ok=True)
-    with common.atomic_path(path) as temporary:
+    with atomic_path(path) as temporary:
         png = temporary.with_suffix(".png")  # PIL goes by the suffix
         save_png(png, grid(np.concatenate(rows), columns=min(columns, len(pictures))))
         os.replace(png, temporary)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+
+
 # Checkpoints
-
-
 def save_checkpoint(run: Path, step: int, vae: VAE, ema: VAE, optimizers: list, config: dict):
     """checkpoints/step_NNNNNNNN, written under another name with its checksums, flushed, renamed; two are kept."""
     with new_folder(run / "checkpoints" / f"step_{step:08d}", replace=True) as tmp:
@@ -232,7 +240,7 @@ def cut_log(path: Path, step: int):
     """Drop what a killed run logged after the checkpoint that it goes on from."""
     if path.exists():
         lines = path.read_text().splitlines(keepends=True)
-        common.atomic_write(path, "".join(s for s in lines if s.endswith("\n") and json.loads(s)["step"] <= step))
+        atomic_write(path, "".join(s for s in lines if s.endswith("\n") and json.loads(s)["step"] <= step))
 
 
 def append_json(path: Path, record: dict):
@@ -241,9 +249,9 @@ def append_json(path: Path, record: dict):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+
+
 # Training
-
-
 def new_vae(preset: str, seed: int) -> VAE:
     """A VAE with fresh weights from the seed, whose posterior starts narrow (standard deviation 0.05): with PyTorch's
     default of about 1 the noise hides the signal at first, and the KL term switches off latent channels for good."""
@@ -254,42 +262,6 @@ def new_vae(preset: str, seed: int) -> VAE:
         vae.quant_conv.weight[z:].zero_()  # rows z and up give the log-variance
         vae.quant_conv.bias[z:].fill_(2 * math.log(0.05))
     return vae
-
-
-class Muon(torch.optim.Optimizer):
-    """Momentum whose update is orthogonalised (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
-
-    For conv kernels [out, in, k, k], taken as matrices [out, in k k]: all singular values of the update become about 1,
-    so that directions with small gradients move too. Everything else (biases, norms) belongs to AdamW.
-    """
-
-    def __init__(self, params, lr: float, weight_decay: float, momentum: float = 0.95):
-        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state["momentum"] = torch.zeros_like(p)
-                state["momentum"].lerp_(p.grad, 1 - group["momentum"])
-                update = p.grad.lerp(state["momentum"], group["momentum"])  # Nesterov's
-                matrix = orthogonalised(update.flatten(1))
-                gain = max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5  # the same change per output, tall or wide
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.sub_(matrix.view_as(p), alpha=group["lr"] * gain)
-
-
-def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """The nearest semi-orthogonal matrix, roughly: singular values to 0.7..1.2 by five Newton-Schulz steps."""
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
-    x = x / (x.norm() + 1e-7)
-    for _ in range(5):
-        square = x @ x.T
-        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    return x.T if tall else x
 
 
 def make_optimizers(vae: VAE, args) -> list[torch.optim.Optimizer]:
@@ -321,7 +293,7 @@ def train(args, config: dict, train_set: torch.Tensor, held_out: torch.Tensor, d
     step = 0
     folder = find_checkpoint(run, args.resume) if args.resume else None
     if folder:
-        state = common.read_json(folder / "state.json")
+        state = read_json(folder / "state.json")
         same_config(config, state["config"], folder)
         step = state["step"]
         vae.load_state_dict(load_file(folder / "vae.safetensors"))
@@ -344,7 +316,7 @@ def train(args, config: dict, train_set: torch.Tensor, held_out: torch.Tensor, d
     weights = {name: config[f"{name}_weight"] for name in ("l1", "l2", "edge", "kl")}
     dtype = DTYPES[args.dtype]
     z, side = vae.config.latent_channels, args.size // vae.config.factor
-    with common.progress(args.max_steps, "training", "step") as bar:
+    with progress(args.max_steps, "training", "step") as bar:
         bar.update(step)
         begin, since = time.perf_counter(), step
         while step < args.max_steps:
@@ -468,7 +440,7 @@ def main(argv=None):
     args.dtype = ("bf16" if device.type == "cuda" else "fp32") if args.dtype is None else args.dtype
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 
-    run = common.make_folder(args.out)
+    run = make_folder(args.out)
     if not args.resume and ((run / "result.json").exists() or checkpoint_folders(run)):
         raise InputError(f"{run} holds a run already: add --resume to go on with it, or give another --out")
     train_set, held_out, data_hash = load_pictures(
@@ -478,7 +450,7 @@ def main(argv=None):
     config = {name: value for name, value in vars(args).items() if name not in machine}
     config |= {"vae": json.loads(json.dumps(asdict(PRESETS[args.model]["vae"]))), "pictures": data_hash}
     if (run / "result.json").exists():
-        result = common.read_json(run / "result.json")
+        result = read_json(run / "result.json")
         same_config(config, result["config"], run)
         print(f"done before: {run / 'vae'}, {result['psnr']:.2f} dB; nothing to do")
         return
@@ -495,4 +467,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    common.run_script(lambda: run_cli(main))
+    run(lambda: run(main))

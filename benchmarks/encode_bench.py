@@ -19,15 +19,16 @@ from train_bench import ROOT, race, tune, want_gpu
 
 def ours(size: int, batch: int, seconds: float) -> dict:
     sys.path.insert(0, str(ROOT))
-    import encode_latents
     import SD_Model
+    from sd.encoder import Encoder
+    from sd.speed import encoding_benchmark
 
     vae = SD_Model.VAE().eval().requires_grad_(False)
-    encoder = encode_latents.Encoder(vae, torch.device("cuda", 0), torch.bfloat16, pad_to=batch)
+    encoder = Encoder(vae, torch.device("cuda", 0), torch.bfloat16, pad_to=batch)
     settings = argparse.Namespace(
         batch=batch, size=size, benchmark=seconds, benchmark_decode=False, workers=0, dtype="bf16"
     )
-    return encode_latents.benchmark(encoder, settings)
+    return encoding_benchmark(encoder, settings)
 
 
 @torch.inference_mode()

@@ -21,7 +21,14 @@ import pyarrow.parquet as pq
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from SD_Data import LatentStore, Prefetcher, SampleOrder, Source, Split, make_batch  # noqa: E402
+from sd.data import (
+    LatentStore,  # noqa: E402
+    Prefetcher,  # noqa: E402
+    SampleOrder,  # noqa: E402
+    Source,  # noqa: E402
+    Split,  # noqa: E402
+    make_batch,  # noqa: E402
+)
 
 SHARD = 10_000
 

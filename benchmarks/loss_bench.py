@@ -20,10 +20,25 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import SD_Kernels  # noqa: E402
-import SD_Train  # noqa: E402
-from SD_Data import Batch  # noqa: E402
-from SD_Model import PRESETS, InputError, NoiseSchedule, TextEncoder, UNet, run_cli  # noqa: E402
+from sd.data import Batch  # noqa: E402
+from sd.device import setup_device  # noqa: E402
+from sd.fused import apply  # noqa: E402
+from sd.kernels import available  # noqa: E402
+from sd.objective import Denoiser  # noqa: E402
+from sd.optim import (
+    ema_decay,  # noqa: E402
+    lr_at,  # noqa: E402
+    make_optimizer,  # noqa: E402
+)
+from sd.step import (
+    MicroSteps,  # noqa: E402
+    Update,  # noqa: E402
+)
+from SD_Model import PRESETS, InputError, NoiseSchedule, TextEncoder, UNet  # noqa: E402
+from SD_Train import (
+    parse_args,  # noqa: E402
+    resolve,  # noqa: E402
+)
 
 
 def sampled(net: torch.nn.Module) -> torch.Tensor:
@@ -37,12 +52,12 @@ def train(
     """Each step's mean loss, and a sample of the trained weights."""
     unet, accumulate = copy.deepcopy(start), settings["accumulate"]
     if settings["kernels"]:
-        SD_Kernels.apply(unet)
-    denoiser = SD_Train.Denoiser(unet, None).to(device, memory_format=memory).train()
+        apply(unet)
+    denoiser = Denoiser(unet, None).to(device, memory_format=memory).train()
     ema, config = copy.deepcopy(denoiser).requires_grad_(False), unet.config
-    update = SD_Train.Update(SD_Train.make_optimizer(denoiser, settings), denoiser, ema, settings, 1)
+    update = Update(make_optimizer(denoiser, settings), denoiser, ema, settings, 1)
     schedule = NoiseSchedule(settings["betas"], prediction=settings["prediction"])
-    run = SD_Train.MicroSteps(denoiser, lambda text: text, schedule, settings, update, device, print)
+    run = MicroSteps(denoiser, lambda text: text, schedule, settings, update, device, print)
     side = settings["size"] // PRESETS[settings["model"]]["vae"].factor
     draw = torch.Generator().manual_seed(settings["seed"])
     latents = torch.randn(pictures, config.in_channels, side, side, generator=draw)
@@ -54,8 +69,8 @@ def train(
         t = torch.randint(schedule.steps, (len(i),), generator=draw)
         parts = zip(*(x.to(device).chunk(accumulate) for x in (latents[i], noise, t, text[i])))
         of_step = [run(Batch(*part), first=a == 0, last=a == accumulate - 1) for a, part in enumerate(parts)]
-        lr = SD_Train.lr_at(step, steps, settings)
-        update(lr, settings["clip"], SD_Train.ema_decay(settings["ema"], step)).item()
+        lr = lr_at(step, steps, settings)
+        update(lr, settings["clip"], ema_decay(settings["ema"], step)).item()
         run.end()
         losses.append(torch.cat(of_step).mean().item())
     return losses, sampled(denoiser)
@@ -81,13 +96,13 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.steps < 4:
         raise InputError(f"--steps must be at least 4, found {args.steps}")
-    device, *_ = SD_Train.setup_device(args.device)
-    of_kernels = (1, 2) if SD_Kernels.available(device) else ()
+    device, *_ = setup_device(args.device)
+    of_kernels = (1, 2) if available(device) else ()
     if bad := [n for n in (*args.splits, *of_kernels) if n < 1 or args.batch % n]:
         raise InputError(f"--batch {args.batch} must be divisible by the numbers of micro-batches, found {bad[0]}")
     flags = ["--phase", "scratch_256", "--model", args.model, "--size", str(args.size), "--lr", str(args.lr),
              "--seed", str(args.seed)]  # fmt: skip
-    settings = SD_Train.resolve(SD_Train.parse_args(flags), None) | {"warmup": 20}
+    settings = resolve(parse_args(flags), None) | {"warmup": 20}
     torch.manual_seed(settings["seed"])
     start, runs = UNet(PRESETS[args.model]["unet"], settings["zero_init"]), {}
     usual = torch.channels_last if device.type == "cuda" else torch.contiguous_format
@@ -112,4 +127,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run(main)

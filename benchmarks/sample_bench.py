@@ -21,18 +21,19 @@ SIDE, CFG, DTYPE = 64, 7.5, torch.bfloat16  # of latents; guidance
 def ours(pictures: int, steps: int) -> dict:
     """SD_ImageGen's own benchmark."""
     sys.path.insert(0, str(ROOT))
-    import SD_ImageGen
-    import SD_Kernels
     import SD_Model
+    from sd.fused import FusedUNet, apply
+    from sd.painting import fast
+    from sd.speed import sampling_benchmark
 
     device = torch.device("cuda", 0)
-    unet = SD_ImageGen.fast(SD_Model.UNet(zero_init="none").eval().requires_grad_(False), device, DTYPE)
+    unet = fast(SD_Model.UNet(zero_init="none").eval().requires_grad_(False), device, DTYPE)
     vae = SD_Model.VAE().eval().requires_grad_(False)
-    if isinstance(unet, SD_Kernels.FusedUNet):
-        SD_Kernels.apply(vae)
+    if isinstance(unet, FusedUNet):
+        apply(vae)
     context = torch.randn(77, 768, device=device, dtype=DTYPE)
     settings = argparse.Namespace(benchmark=steps, batch=pictures, cfg=CFG)
-    return SD_ImageGen.benchmark(unet, vae, context, settings, (4, SIDE, SIDE), device, DTYPE)
+    return sampling_benchmark(unet, vae, context, settings, (4, SIDE, SIDE), device, DTYPE)
 
 
 @torch.inference_mode()

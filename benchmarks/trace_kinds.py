@@ -17,7 +17,7 @@ from collections import defaultdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from SD_Model import InputError, run_cli  # noqa: E402
+from sd.errors import InputError, run  # noqa: E402
 
 # The first that is found in a kernel's name; those with an underscore before them are SD_Kernels'.
 KINDS = {
@@ -87,4 +87,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run(main)

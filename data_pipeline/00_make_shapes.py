@@ -10,16 +10,20 @@ rows the filter should drop is in shapes.py. Run the same command again after a 
 import argparse
 from pathlib import Path
 
-import common
-import shapes
+import _path  # noqa: F401
+
+from sd.errors import InputError, run
+from sd.pictures import encode_png
+from sd.shapes import row
+from sd.shards import ShardWriter, build_shards
 
 
 def write_shard(path: Path, number: int, indices: range, seed: int, size: int) -> int:
     """Draws the pictures `indices` into one shard; returns how many."""
-    with common.ShardWriter(path) as shard:
+    with ShardWriter(path) as shard:
         for place, index in enumerate(indices):
-            picture, caption, metadata = shapes.row(seed, index, size)
-            shard.add(f"{number:05d}{place:04d}", common.encode_png(picture), "png", caption, metadata)
+            picture, caption, metadata = row(seed, index, size)
+            shard.add(f"{number:05d}{place:04d}", encode_png(picture), "png", caption, metadata)
     return len(indices)
 
 
@@ -33,9 +37,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="processes")
     args = parser.parse_args()
     if args.count < 1 or args.size < 16 or args.seed < 0 or not 1 <= args.shard_size <= 10_000:
-        common.fail("--count must be at least 1, --size at least 16, --seed at least 0, --shard_size from 1 to 10,000")
+        raise InputError(
+            "--count must be at least 1, --size at least 16, --seed at least 0, --shard_size from 1 to 10,000"
+        )
     settings = {"count": args.count, "seed": args.seed, "size": args.size, "shard_size": args.shard_size}
-    manifest = common.build_shards(
+    manifest = build_shards(
         args.out,
         "00_make_shapes.py",
         settings,
@@ -49,4 +55,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run(main)

@@ -15,41 +15,45 @@ import fnmatch
 import shutil
 from pathlib import Path
 
+import _path  # noqa: F401
 import pyarrow as pa
 import pyarrow.parquet as pq
-import sources
 
-import common
+from sd.errors import InputError, run
+from sd.files import atomic_path, claim_folder, list_files, make_folder, refuse_repeated_names, write_manifest
+from sd.metadata import find_column
+from sd.sources import download, fetch, list_hub, origin_of
+from sd.workers import progress
 
 
 def list_names(origin: dict, pattern: str) -> list[str]:
     """The parquet files of the origin whose name fits the pattern, sorted: paths, addresses or names on the hub."""
     if "path" in origin:
-        names = [str(path) for path in common.list_files(origin["path"], ".parquet")]
+        names = [str(path) for path in list_files(origin["path"], ".parquet")]
     elif "url" in origin:
         names = list(origin["url"])
     else:
-        names = [name for name in sources.list_hub(origin) if name.endswith(".parquet")]
+        names = [name for name in list_hub(origin) if name.endswith(".parquet")]
     names = sorted(name for name in names if fnmatch.fnmatch(name.rpartition("/")[2], pattern))
     if not names:
-        common.fail(f"no parquet files that fit {pattern} in {origin}: give another --pattern or origin")
-    common.refuse_repeated_names([Path(name.partition("?")[0]) for name in names])
+        raise InputError(f"no parquet files that fit {pattern} in {origin}: give another --pattern or origin")
+    refuse_repeated_names([Path(name.partition("?")[0]) for name in names])
     return names
 
 
 def get(origin: dict, name: str, target: Path, raw: Path) -> None:
     """Brings one file to `target`, after a look into it."""
     if "path" in origin:
-        with common.atomic_path(target) as temporary:
+        with atomic_path(target) as temporary:
             shutil.copyfile(name, temporary)
             check(temporary, name)
         return
     if "url" in origin:
         path = raw / target.name
         if not path.exists():
-            sources.download(name, path)
+            download(name, path)
     else:
-        path = sources.fetch(origin, name, raw)
+        path = fetch(origin, name, raw)
     check(path, name)
     path.rename(target)
 
@@ -60,11 +64,13 @@ def check(path: Path, name: str) -> None:
         columns = pq.read_schema(path).names
     except (OSError, pa.ArrowInvalid) as error:
         path.unlink()
-        common.fail(f"{name} is not a whole parquet file ({str(error).splitlines()[0]}): get it from another origin")
-    missing = [column for column in ("url", "caption") if common.find_column(columns, column) is None]
+        raise InputError(
+            f"{name} is not a whole parquet file ({str(error).splitlines()[0]}): get it from another origin"
+        ) from None
+    missing = [column for column in ("url", "caption") if find_column(columns, column) is None]
     if missing:
         path.unlink()
-        common.fail(f"{name} has no column {missing[0]} (it has {', '.join(columns)}): narrow --pattern")
+        raise InputError(f"{name} has no column {missing[0]} (it has {', '.join(columns)}): narrow --pattern")
 
 
 def describe(path: Path) -> dict:
@@ -82,13 +88,13 @@ def main() -> None:
     parser.add_argument("--out", required=True, type=Path, help="folder of the source; gets metadata/*.parquet")
     args = parser.parse_args()
     folder = args.out / "metadata"
-    origin = sources.origin_of(args, folder)
+    origin = origin_of(args, folder)
     names = list_names(origin, args.pattern)
     settings = {"origin": origin, "pattern": args.pattern}
-    common.claim_folder(folder, "01_laion_metadata.py", settings)
-    raw = common.make_folder(folder / "download.tmp")
+    claim_folder(folder, "01_laion_metadata.py", settings)
+    raw = make_folder(folder / "download.tmp")
     targets = [folder / Path(name.partition("?")[0]).name for name in names]
-    with common.progress(len(names), "01_laion_metadata.py", "file") as bar:
+    with progress(len(names), "01_laion_metadata.py", "file") as bar:
         for name, target in zip(names, targets, strict=True):
             if not target.exists():
                 get(origin, name, target, raw)
@@ -97,9 +103,9 @@ def main() -> None:
     files = {target.name: describe(target) for target in targets}
     rows = sum(file["rows"] for file in files.values())
     manifest = {"script": "01_laion_metadata.py", "settings": settings, "complete": True, "rows": rows, "files": files}
-    common.write_manifest(folder, manifest)
+    write_manifest(folder, manifest)
     print(f"{rows:,} rows in {len(files)} files: {folder}")
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run(main)

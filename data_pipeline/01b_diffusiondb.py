@@ -19,11 +19,28 @@ import json
 import zipfile
 from pathlib import Path
 
+import _path  # noqa: F401
 import pyarrow as pa
 import pyarrow.parquet as pq
-import sources
 
-import common
+from sd.errors import InputError, run
+from sd.files import claim_folder
+from sd.pictures import Reject
+from sd.shards import ShardWriter, build_shards
+from sd.sources import (
+    add_arguments,
+    add_picture,
+    check_arguments,
+    fetch,
+    forget,
+    is_picture,
+    open_zip,
+    origin_of,
+    parse_range,
+    read_zip,
+    summary,
+)
+from sd.text import clean_text
 
 MAX_PARTS = {False: 2_000, True: 14_000}
 SETTINGS = {"se": "seed", "c": "cfg", "st": "steps", "sa": "sampler"}  # the JSON's names, and ours
@@ -39,10 +56,10 @@ def read_prompts(archive: zipfile.ZipFile, part: str) -> dict[str, dict]:
     """What a part's JSON says of each picture; fails in one sentence."""
     names = [name for name in archive.namelist() if name.rpartition("/")[2] == f"{part}.json"]
     try:
-        prompts = json.loads(sources.read_zip(archive, archive.getinfo(names[0])))
+        prompts = json.loads(read_zip(archive, archive.getinfo(names[0])))
         return {name: entry for name, entry in prompts.items() if isinstance(entry, dict)}
-    except (IndexError, ValueError, AttributeError, common.Reject) as error:
-        common.fail(f"{archive.filename} has no readable {part}.json ({error}): get that part again")
+    except (IndexError, ValueError, AttributeError, Reject) as error:
+        raise InputError(f"{archive.filename} has no readable {part}.json ({error}): get that part again") from None
 
 
 def read_scores(metadata: Path | None, number: int) -> dict[str, float]:
@@ -54,7 +71,9 @@ def read_scores(metadata: Path | None, number: int) -> dict[str, float]:
         table = pq.read_table(metadata, columns=columns, filters=[("part_id", "=", number)])
     except (OSError, KeyError, pa.ArrowInvalid) as error:
         reason = str(error).splitlines()[0]
-        common.fail(f"{metadata} cannot be read as DiffusionDB's metadata ({reason}): get it again, or --no_metadata")
+        raise InputError(
+            f"{metadata} cannot be read as DiffusionDB's metadata ({reason}): get it again, or --no_metadata"
+        ) from None
     rows = zip(*(table[name].to_pylist() for name in columns), strict=True)
     return {name: max(scores) for name, *scores in rows if None not in scores}
 
@@ -62,14 +81,14 @@ def read_scores(metadata: Path | None, number: int) -> dict[str, float]:
 def write_shard(path: Path, place: int, parts: list[int], origin: dict, large: bool, raw: Path, metadata, size, side):
     """Writes one part into one shard; returns 1."""
     number = parts[0]
-    zip_path = sources.fetch(origin, part_name(number, large), raw)
+    zip_path = fetch(origin, part_name(number, large), raw)
     prompts, scores = None, read_scores(metadata, number)
-    with sources.open_zip(zip_path) as archive, common.ShardWriter(path) as shard:
+    with open_zip(zip_path) as archive, ShardWriter(path) as shard:
         prompts = read_prompts(archive, zip_path.stem)
         seen = set()
         for info in archive.infolist():
             name = info.filename.rpartition("/")[2]
-            if info.is_dir() or not sources.is_picture(name):
+            if info.is_dir() or not is_picture(name):
                 continue
             if name in seen:
                 shard.reject("duplicate_key")
@@ -78,35 +97,33 @@ def write_shard(path: Path, place: int, parts: list[int], origin: dict, large: b
             seen.add(name)
             about = {ours: entry.get(theirs) for theirs, ours in SETTINGS.items()}
             about |= {"url": f"diffusiondb:{zip_path.stem}/{name}", "punsafe": scores.get(name)}
-            caption = common.clean_text(entry["p"]).strip() if isinstance(entry.get("p"), str) else ""
-            sources.add_picture(
-                shard, key, functools.partial(sources.read_zip, archive, info), caption, about, size, side
-            )
-    sources.open_zip.cache_clear()
-    sources.forget(origin, zip_path)
+            caption = clean_text(entry["p"]).strip() if isinstance(entry.get("p"), str) else ""
+            add_picture(shard, key, functools.partial(read_zip, archive, info), caption, about, size, side)
+    open_zip.cache_clear()
+    forget(origin, zip_path)
     return 1
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    sources.add_arguments(parser, "local copy of the data set", "address of a copy of the data set", True, None)
+    add_arguments(parser, "local copy of the data set", "address of a copy of the data set", True, None)
     parser.add_argument("--parts", default="1-500", help="a range of parts")
     parser.add_argument("--large", action="store_true", help="DiffusionDB large (14 million) instead of 2M")
     parser.add_argument("--no_metadata", action="store_true", help="do without the NSFW scores")
     args = parser.parse_args()
-    sources.check_arguments(args)
-    parts = sources.parse_range("--parts", args.parts, 1, MAX_PARTS[args.large], "1-500")
+    check_arguments(args)
+    parts = parse_range("--parts", args.parts, 1, MAX_PARTS[args.large], "1-500")
     images, raw = args.out / "images", args.out / "raw"
-    origin = sources.origin_of(args, images)
+    origin = origin_of(args, images)
     settings = {name: getattr(args, name) for name in ("parts", "large", "no_metadata", "size", "min_side")}
     settings["origin"] = origin
-    common.claim_folder(images, "01b_diffusiondb.py", settings)
+    claim_folder(images, "01b_diffusiondb.py", settings)
     table = "metadata-large.parquet" if args.large else "metadata.parquet"
-    metadata = None if args.no_metadata else sources.fetch(origin, table, raw)
+    metadata = None if args.no_metadata else fetch(origin, table, raw)
     extra = (origin, args.large, raw, metadata, args.size, args.min_side)
-    manifest = common.build_shards(args.out, "01b_diffusiondb.py", settings, parts, write_shard, extra, 1, args.workers)
-    sources.summary(manifest, args.out)
+    manifest = build_shards(args.out, "01b_diffusiondb.py", settings, parts, write_shard, extra, 1, args.workers)
+    summary(manifest, args.out)
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run(main)

@@ -21,9 +21,24 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import sources
+import _path  # noqa: F401
 
-import common
+from sd.errors import InputError, run
+from sd.files import claim_folder, make_folder, replace_folder
+from sd.shards import ShardWriter, build_shards
+from sd.sources import (
+    add_arguments,
+    add_picture,
+    check_arguments,
+    fetch,
+    forget,
+    is_picture,
+    iter_tgz,
+    origin_of,
+    parse_range,
+    summary,
+)
+from sd.text import clean_text
 
 ANNOTATIONS = "data/train/train_anno_realease_repath.jsonl"
 FLAGS = re.compile(r"<?https?://\S+>?|\s--?[a-z]+(?:\s+[\d.:]+(?=\s|$))?(?=\s|$)", re.IGNORECASE)
@@ -41,7 +56,7 @@ def caption_of(entry: dict, kind: str) -> str:
     if not isinstance(caption, str) or not caption.strip():
         prompt = entry.get("prompt")
         caption = clean_prompt(prompt) if isinstance(prompt, str) else ""
-    return common.clean_text(caption).strip()
+    return clean_text(caption).strip()
 
 
 def annotation_lines(path: Path) -> Iterator[bytes]:
@@ -57,14 +72,14 @@ def annotation_lines(path: Path) -> Iterator[bytes]:
                     yield from tar.extractfile(member)
                     return
     except (tarfile.TarError, EOFError, OSError) as error:
-        common.fail(f"{path} is not a whole archive ({error}): get it again")
-    common.fail(f"{path} holds no .jsonl: give JourneyDB's annotations")
+        raise InputError(f"{path} is not a whole archive ({error}): get it again") from None
+    raise InputError(f"{path} holds no .jsonl: give JourneyDB's annotations")
 
 
 def split_annotations(path: Path, folder: Path, archives: range, kind: str) -> None:
     """Writes <folder>/000.jsonl, ...: [name, caption] of the pictures of each archive. The annotations are read line by
     line: they would not fit into every worker's memory."""
-    temporary = common.make_folder(folder.with_name(folder.name + ".tmp"))
+    temporary = make_folder(folder.with_name(folder.name + ".tmp"))
     bad = 0
     with contextlib.ExitStack() as stack:
         files = {
@@ -81,56 +96,54 @@ def split_annotations(path: Path, folder: Path, archives: range, kind: str) -> N
                 file.write(json.dumps([name, caption_of(entry, kind)]) + "\n")
     if bad:
         print(f"{bad:,} annotations that cannot be read were left out")
-    common.replace_folder(temporary, folder)
+    replace_folder(temporary, folder)
 
 
 def write_shard(path: Path, place: int, numbers: list[int], origin: dict, annotations: Path, raw: Path, size, side):
     """Writes one archive into one shard; returns 1."""
     name = f"{numbers[0]:03d}"
-    archive = sources.fetch(origin, f"data/train/imgs/{name}.tgz", raw)
+    archive = fetch(origin, f"data/train/imgs/{name}.tgz", raw)
     captions = dict(json.loads(line) for line in open(annotations / f"{name}.jsonl"))
     counts, seen = Counter(), set()
-    with common.ShardWriter(path) as shard:
-        for member, data in sources.iter_tgz(archive, counts):
+    with ShardWriter(path) as shard:
+        for member, data in iter_tgz(archive, counts):
             base = member.rpartition("/")[2]
-            if not sources.is_picture(base):
+            if not is_picture(base):
                 continue
             if base in seen:
                 shard.reject("duplicate_key")
                 continue
             key = f"{name}{len(seen):06d}"
             seen.add(base)
-            about = {"url": f"journeydb:{name}/{common.clean_text(base)}"}
-            sources.add_picture(shard, key, lambda data=data: data, captions.get(base, ""), about, size, side)
+            about = {"url": f"journeydb:{name}/{clean_text(base)}"}
+            add_picture(shard, key, lambda data=data: data, captions.get(base, ""), about, size, side)
         shard.status.update(counts)
-    sources.forget(origin, archive)
+    forget(origin, archive)
     return 1
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    sources.add_arguments(parser, "local copy of the data set", "address of a copy of the data set", True, None)
+    add_arguments(parser, "local copy of the data set", "address of a copy of the data set", True, None)
     parser.add_argument("--archives", default="0-9", help="a range of archives, from 0 to 199")
     parser.add_argument("--caption", choices=("caption", "prompt"), default="caption", help="what becomes the caption")
     args = parser.parse_args()
-    sources.check_arguments(args)
-    archives = sources.parse_range("--archives", args.archives, 0, 199, "0-9")
+    check_arguments(args)
+    archives = parse_range("--archives", args.archives, 0, 199, "0-9")
     images, raw = args.out / "images", args.out / "raw"
-    origin = sources.origin_of(args, images)
+    origin = origin_of(args, images)
     settings = {name: getattr(args, name) for name in ("archives", "caption", "size", "min_side")}
     settings["origin"] = origin
-    common.claim_folder(images, "01c_journeydb.py", settings)
+    claim_folder(images, "01c_journeydb.py", settings)
     annotations = args.out / "annotations"
     if not annotations.exists():
         plain = args.path and (Path(args.path) / ANNOTATIONS).is_file()
-        source = sources.fetch(origin, ANNOTATIONS if plain else ANNOTATIONS + ".tgz", raw)
+        source = fetch(origin, ANNOTATIONS if plain else ANNOTATIONS + ".tgz", raw)
         split_annotations(source, annotations, archives, args.caption)
     extra = (origin, annotations, raw, args.size, args.min_side)
-    manifest = common.build_shards(
-        args.out, "01c_journeydb.py", settings, archives, write_shard, extra, 1, args.workers
-    )
-    sources.summary(manifest, args.out)
+    manifest = build_shards(args.out, "01c_journeydb.py", settings, archives, write_shard, extra, 1, args.workers)
+    summary(manifest, args.out)
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run(main)

@@ -16,9 +16,12 @@ import csv
 from collections import defaultdict
 from pathlib import Path
 
-import sources
+import _path  # noqa: F401
 
-import common
+from sd.errors import InputError, run
+from sd.shards import key_fraction
+from sd.sources import add_arguments, build, check_arguments, choose, folder_of, list_pictures, root_of
+from sd.text import check_template, clean_text
 
 TEMPLATES = (
     "a photo of the face of a {person}",
@@ -40,11 +43,11 @@ def read_templates(path: Path | None) -> list[str]:
     try:
         lines = [line.strip() for line in path.read_text("utf-8-sig").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        common.fail(f"cannot read templates from {path} ({error}): give a UTF-8 file with one a line")
+        raise InputError(f"cannot read templates from {path} ({error}): give a UTF-8 file with one a line") from None
     if not lines:
-        common.fail(f"{path} is empty: give one template a line, such as 'a portrait of a {{person}}'")
+        raise InputError(f"{path} is empty: give one template a line, such as 'a portrait of a {{person}}'")
     for line in lines:
-        common.check_template(line, ("person",))
+        check_template(line, ("person",))
     return lines
 
 
@@ -60,7 +63,7 @@ def read_people(path: Path | None) -> dict[str, str]:
         wanted = max(places)
         pairs = [[row[place].strip() for place in places] for row in rows[1:] if len(row) > wanted]
     except (OSError, ValueError, IndexError, csv.Error) as error:
-        common.fail(f"cannot read {path} ({error}): give a .csv with the columns Class_ID and Gender")
+        raise InputError(f"cannot read {path} ({error}): give a .csv with the columns Class_ID and Gender") from None
     return {identity: PEOPLE[gender] for identity, gender in pairs if gender in PEOPLE}
 
 
@@ -70,34 +73,33 @@ def choose_pictures(names: list[str], per_identity: int | None, seed: int) -> li
         return names
     by_identity = defaultdict(list)
     for name in names:
-        by_identity[sources.folder_of(name)].append(name)
+        by_identity[folder_of(name)].append(name)
     chosen = [
-        sorted(group, key=lambda name: common.key_fraction(f"{seed}/{name}"))[:per_identity]
-        for group in by_identity.values()
+        sorted(group, key=lambda name: key_fraction(f"{seed}/{name}"))[:per_identity] for group in by_identity.values()
     ]
     return sorted(name for group in chosen for name in group)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    sources.add_arguments(parser, "folder or zip with a folder a person", "address of such a zip", False, 1000)
+    add_arguments(parser, "folder or zip with a folder a person", "address of such a zip", False, 1000)
     parser.add_argument("--about", type=Path, help="identity_meta.csv")
     parser.add_argument("--templates", type=Path, help="file with one caption template a line; {person} is filled in")
     parser.add_argument("--per_identity", type=int, help="only so many pictures of each person")
     args = parser.parse_args()
-    sources.check_arguments(args)
+    check_arguments(args)
     if args.per_identity is not None and args.per_identity < 1:
-        common.fail("--per_identity must be at least 1")
+        raise InputError("--per_identity must be at least 1")
     templates, people = read_templates(args.templates), read_people(args.about)
-    root = sources.root_of(args)
+    root = root_of(args)
     items = []
-    for name in choose_pictures(sources.list_pictures(root), args.per_identity, args.seed):
-        identity = sources.folder_of(name)
+    for name in choose_pictures(list_pictures(root), args.per_identity, args.seed):
+        identity = folder_of(name)
         person = people.get(identity, "person")
-        caption = sources.choose(templates, args.seed, name).format(person=person)
-        items.append((name, caption, {"url": f"file:{common.clean_text(name)}", "identity": identity}))
-    sources.build("01d_faces.py", args, root, items, {"per_identity": args.per_identity})
+        caption = choose(templates, args.seed, name).format(person=person)
+        items.append((name, caption, {"url": f"file:{clean_text(name)}", "identity": identity}))
+    build("01d_faces.py", args, root, items, {"per_identity": args.per_identity})
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run(main)

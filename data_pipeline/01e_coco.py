@@ -18,9 +18,13 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
-import sources
+import _path  # noqa: F401
 
-import common
+from sd.errors import InputError, run
+from sd.files import make_folder
+from sd.pictures import Reject
+from sd.sources import add_arguments, build, check_arguments, choose, fetch, read_file
+from sd.text import clean_text
 
 
 def find(folder: Path, *names: str) -> Path:
@@ -28,20 +32,20 @@ def find(folder: Path, *names: str) -> Path:
     for name in names:
         if (folder / name).exists():
             return folder / name
-    common.fail(f"{folder} has none of {', '.join(names)}: give the folder of COCO as --path")
+    raise InputError(f"{folder} has none of {', '.join(names)}: give the folder of COCO as --path")
 
 
 def read_annotations(path: Path, name: str) -> dict:
     """annotations/<name> from COCO's folder, or from the zip of annotations."""
     try:
-        data = sources.read_file(path, f"annotations/{name}" if path.is_file() else name)
+        data = read_file(path, f"annotations/{name}" if path.is_file() else name)
         content = json.loads(data)
         if isinstance(content, dict) and all(isinstance(content[key], list) for key in ("images", "annotations")):
             return content
         found = f"a {type(content).__name__}"
-    except (common.Reject, ValueError, KeyError, OSError) as error:
+    except (Reject, ValueError, KeyError, OSError) as error:
         found = f"{type(error).__name__}: {error}"
-    common.fail(f"{path} has no {name} of COCO with images and annotations ({found}): get it again")
+    raise InputError(f"{path} has no {name} of COCO with images and annotations ({found}): get it again")
 
 
 def tallest_people(instances: dict) -> dict[int, tuple[float, tuple[float, float]]]:
@@ -64,14 +68,14 @@ def make_items(captions: dict, instances: dict, min_height: float, seed: int, fo
     texts = defaultdict(list)
     for row in captions["annotations"]:
         if isinstance(row.get("caption"), str):
-            texts[row["image_id"]].append(" ".join(common.clean_text(row["caption"]).split()))
+            texts[row["image_id"]].append(" ".join(clean_text(row["caption"]).split()))
     items = []
     for row in sorted(captions["images"], key=lambda row: row["file_name"]):
         height, centre = people.get(row["id"], (-1.0, None))
         if height < min_height:
             continue
         choices = texts.get(row["id"])
-        caption = sources.choose(choices, seed, row["file_name"]) if choices else ""
+        caption = choose(choices, seed, row["file_name"]) if choices else ""
         url = row.get("coco_url") or f"file:{row['file_name']}"
         items.append((folder + row["file_name"], caption,
                       {"url": url, "person_height": round(height, 4), "centre": centre}))  # fmt: skip
@@ -80,17 +84,17 @@ def make_items(captions: dict, instances: dict, min_height: float, seed: int, fo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    sources.add_arguments(parser, "folder of COCO", "address of COCO, or of a copy", False, 1000)
+    add_arguments(parser, "folder of COCO", "address of COCO, or of a copy", False, 1000)
     parser.add_argument("--split", default="train2017", help="train2017 or val2017")
     parser.add_argument("--min_height", type=float, default=0.55, help="of a person's box, in the picture's height")
     args = parser.parse_args()
-    sources.check_arguments(args)
+    check_arguments(args)
     if not 0 <= args.min_height <= 1:
-        common.fail("--min_height is a fraction from 0 to 1")
+        raise InputError("--min_height is a fraction from 0 to 1")
     if args.url:
-        folder = common.make_folder(args.out / "raw")
+        folder = make_folder(args.out / "raw")
         annotations, pictures = "annotations/annotations_trainval2017.zip", f"zips/{args.split}.zip"
-        annotations, root = (sources.fetch({"url": args.url}, name, folder) for name in (annotations, pictures))
+        annotations, root = (fetch({"url": args.url}, name, folder) for name in (annotations, pictures))
     else:
         folder = Path(args.path)
         root = find(folder, args.split, f"{args.split}.zip")
@@ -104,13 +108,13 @@ def main() -> None:
     try:
         items = make_items(captions, instances, args.min_height, args.seed, f"{args.split}/" if root.is_file() else "")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        common.fail(
+        raise InputError(
             f"the annotations in {annotations} are not as COCO's ({type(error).__name__}: {error}): get them again"
-        )
+        ) from None
     if not items:
-        common.fail(f"no picture of {args.split} has a person as tall as --min_height {args.min_height}: lower it")
-    sources.build("01e_coco.py", args, root, items, {"split": args.split, "min_height": args.min_height})
+        raise InputError(f"no picture of {args.split} has a person as tall as --min_height {args.min_height}: lower it")
+    build("01e_coco.py", args, root, items, {"split": args.split, "min_height": args.min_height})
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run(main)

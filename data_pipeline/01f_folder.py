@@ -18,18 +18,24 @@ import hashlib
 import json
 from pathlib import Path
 
-import common
+import _path  # noqa: F401
+
+from sd.errors import InputError, run
+from sd.metadata import find_column
+from sd.pictures import Reject, decode_image, encode_jpeg, read_header, resize_crop
+from sd.shards import IMAGE_EXTENSIONS, ShardWriter, build_shards
+from sd.text import check_template, clean_text
 
 
 def find_pictures(folder: Path) -> list[str]:
     """The paths of all pictures inside a folder, with / between parts, sorted; fails if there is none."""
     if not folder.is_dir():
-        common.fail(f"{folder} is not a folder: give the folder of your pictures as --in")
-    endings = {"." + extension for extension in common.IMAGE_EXTENSIONS}
+        raise InputError(f"{folder} is not a folder: give the folder of your pictures as --in")
+    endings = {"." + extension for extension in IMAGE_EXTENSIONS}
     paths = (path for path in folder.rglob("*") if path.suffix.lower() in endings and path.is_file())
     found = sorted(path.relative_to(folder).as_posix() for path in paths)
     if not found:
-        common.fail(f"no pictures in {folder}: it should hold files that end in {', '.join(sorted(endings))}")
+        raise InputError(f"no pictures in {folder}: it should hold files that end in {', '.join(sorted(endings))}")
     return found
 
 
@@ -42,13 +48,15 @@ def read_captions(path: Path) -> dict[str, str]:
         else:
             rows = [json.loads(line) for line in text.splitlines() if line.strip()]
     except (OSError, ValueError, csv.Error) as error:
-        common.fail(f"cannot read captions from {path} ({error}): give a UTF-8 .csv with a header, or a .jsonl")
+        raise InputError(
+            f"cannot read captions from {path} ({error}): give a UTF-8 .csv with a header, or a .jsonl"
+        ) from None
     captions = {}
     for number, row in enumerate(rows, 1):
         file = next((row[name] for name in ("file", "file_name", "filename") if name in row), None)
-        column = common.find_column(row, "caption")
+        column = find_column(row, "caption")
         if not isinstance(file, str) or column is None:
-            common.fail(
+            raise InputError(
                 f"{path}, entry {number}, has no file and caption (it has {', '.join(map(str, row))}): add them"
             )
         captions[file.removeprefix("./").replace("\\", "/")] = row[column]
@@ -65,26 +73,26 @@ def caption_of(folder: Path, file: str, captions: dict[str, str] | None, templat
     else:
         beside = (folder / file).with_suffix(".txt")
         caption = beside.read_text("utf-8-sig", errors="replace") if beside.exists() else None
-    return common.clean_text(caption).strip() if isinstance(caption, str) else ""
+    return clean_text(caption).strip() if isinstance(caption, str) else ""
 
 
 def write_shard(path: Path, number: int, files: list[tuple[str, str]], folder: Path, size: int | None) -> int:
     """Writes (file, caption) pairs into one shard; returns how many it has dealt with."""
-    with common.ShardWriter(path) as shard:
+    with ShardWriter(path) as shard:
         for place, (file, caption) in enumerate(files):
             try:
                 if not caption:
-                    raise common.Reject("no_caption")
+                    raise Reject("no_caption")
                 data = (folder / file).read_bytes()
-                image = common.decode_image(data)
-                extension = common.read_header(data).kind
-            except common.Reject as reject:
+                image = decode_image(data)
+                extension = read_header(data).kind
+            except Reject as reject:
                 shard.reject(reject.reason)
                 continue
             height, width = image.shape[:2]
-            about = {"url": f"file:{common.clean_text(file)}", "original_width": width, "original_height": height}
+            about = {"url": f"file:{clean_text(file)}", "original_width": width, "original_height": height}
             if size is not None:
-                data, extension = common.encode_jpeg(common.resize_crop(image, size)), "jpg"
+                data, extension = encode_jpeg(resize_crop(image, size)), "jpg"
                 width = height = size
             about.update(width=width, height=height)
             shard.add(f"{number:05d}{place:04d}", data, extension, caption, about)
@@ -103,9 +111,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="processes")
     args = parser.parse_args()
     if (args.size is not None and args.size < 8) or not 1 <= args.shard_size <= 10_000:
-        common.fail("--size must be at least 8, --shard_size from 1 to 10,000")
+        raise InputError("--size must be at least 8, --shard_size from 1 to 10,000")
     if args.template is not None:
-        common.check_template(args.template, ("name", "folder"))
+        check_template(args.template, ("name", "folder"))
 
     files = find_pictures(args.folder)
     captions = read_captions(args.captions) if args.captions else None
@@ -117,7 +125,7 @@ def main() -> None:
         "size": args.size,
         "shard_size": args.shard_size,
     }
-    manifest = common.build_shards(
+    manifest = build_shards(
         args.out,
         "01f_folder.py",
         settings,
@@ -132,4 +140,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run(main)

@@ -15,46 +15,51 @@ import argparse
 import re
 from pathlib import Path
 
-import sources
+import _path  # noqa: F401
 
-import common
+from sd.errors import InputError, run
+from sd.files import read_json
+from sd.sources import add_arguments, build, check_arguments, choose, folder_of, list_pictures, root_of
+from sd.text import check_template, clean_text
 
 
 def read_classes(path: Path) -> dict[str, list[str]]:
     """Names by folder, or fails in one sentence."""
     classes = {}
-    for key, value in common.read_json(path).items():
+    for key, value in read_json(path).items():
         names = [value] if isinstance(value, str) else value
         if not isinstance(names, list) or not names or not all(isinstance(n, str) and n.strip() for n in names):
-            common.fail(f"{path} gives {key!r} the value {value!r}: give a name, or a list of names")
+            raise InputError(f"{path} gives {key!r} the value {value!r}: give a name, or a list of names")
         if key.isdigit() and len(names) == 2 and re.fullmatch(r"n\d{8}", names[0]):
             key, names = names[0], names[1:]
-        classes[key] = [common.clean_text(name).replace("_", " ").strip() for name in names]
+        classes[key] = [clean_text(name).replace("_", " ").strip() for name in names]
     if not classes:
-        common.fail(f"{path} names no class: give an object such as {{'n01440764': 'tench'}}")
+        raise InputError(f"{path} names no class: give an object such as {{'n01440764': 'tench'}}")
     return classes
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    sources.add_arguments(parser, "folder or zip with a folder a class", "address of such a zip", False, 1000)
+    add_arguments(parser, "folder or zip with a folder a class", "address of such a zip", False, 1000)
     parser.add_argument("--classes", required=True, type=Path, help="JSON with the names of each class")
     parser.add_argument("--template", default="a photo of a {name}", help="caption")
     args = parser.parse_args()
-    sources.check_arguments(args)
-    common.check_template(args.template, ("name",))
+    check_arguments(args)
+    check_template(args.template, ("name",))
     classes = read_classes(args.classes)
-    root = sources.root_of(args)
+    root = root_of(args)
     items = []
-    for name in sources.list_pictures(root):
-        folder = sources.folder_of(name)
+    for name in list_pictures(root):
+        folder = folder_of(name)
         names = classes.get(folder)
-        caption = args.template.format(name=sources.choose(names, args.seed, name)) if names else ""
-        items.append((name, caption, {"url": f"file:{common.clean_text(name)}", "class": folder}))
+        caption = args.template.format(name=choose(names, args.seed, name)) if names else ""
+        items.append((name, caption, {"url": f"file:{clean_text(name)}", "class": folder}))
     if not any(caption for _, caption, _ in items):
-        common.fail(f"none of the folders in {root} is a key of {args.classes}: its keys must be the folders' names")
-    sources.build("01g_classes.py", args, root, items, {"template": args.template})
+        raise InputError(
+            f"none of the folders in {root} is a key of {args.classes}: its keys must be the folders' names"
+        )
+    build("01g_classes.py", args, root, items, {"template": args.template})
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run(main)

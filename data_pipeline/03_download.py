@@ -29,11 +29,17 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import _path  # noqa: F401
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-import common
+from sd.errors import InputError, run
+from sd.files import claim_folder, fingerprint, list_files, make_folder, write_manifest
+from sd.metadata import find_column
+from sd.pictures import MAX_PIXELS
+from sd.shards import stats_path
+from sd.workers import progress
 
 ENVIRONMENT = Path(__file__).resolve().parent.parent / ".venv-img2dataset"
 REQUIREMENT = "img2dataset==1.47.0"
@@ -53,7 +59,7 @@ SUPERVISOR = 'exec 3<&0; "$@" </dev/null & work=$!; { cat >/dev/null; kill -9 0;
 
 def set_up(folder: Path) -> None:
     """Makes a virtual environment with img2dataset in it, or fails in one sentence."""
-    common.make_folder(folder)
+    make_folder(folder)
     (folder / ".gitignore").write_text("*\n")
     python = os.environ.get("PYTHON", sys.executable)
     for command in ([python, "-m", "venv", folder], [folder / "bin" / "python", "-m", "pip", "install", REQUIREMENT]):
@@ -61,9 +67,9 @@ def set_up(folder: Path) -> None:
         try:
             status = subprocess.run(command).returncode
         except FileNotFoundError:
-            common.fail(f"there is no {command[0]}: set PYTHON to a Python of version 3.10 to 3.12")
+            raise InputError(f"there is no {command[0]}: set PYTHON to a Python of version 3.10 to 3.12") from None
         if status:
-            common.fail(f"{command[0]} ended with status {status}: see its message above, then run --setup again")
+            raise InputError(f"{command[0]} ended with status {status}: see its message above, then run --setup again")
 
 
 def engine_version(python: Path) -> str:
@@ -74,7 +80,7 @@ def engine_version(python: Path) -> str:
     except OSError:
         done = None
     if done is None or done.returncode:
-        common.fail(
+        raise InputError(
             f"{python} has no working img2dataset: run with --setup once (this Python, or the one that the environment "
             "variable PYTHON names, must be of version 3.10 to 3.12), or give one that has it as --python"
         )
@@ -87,21 +93,25 @@ def engine_version(python: Path) -> str:
 
 def read_inputs(folder: str) -> tuple[list[Path], dict[str, tuple[str, str]], list[str], int]:
     """The parquet files of --in, (name of url, name of caption) by file, the columns that go along, the rows."""
-    files = common.list_files(folder, ".parquet")
+    files = list_files(folder, ".parquet")
     names, schemas, rows = {}, [], 0
     for path in files:
         try:
             file = pq.ParquetFile(path)
         except (OSError, pa.ArrowInvalid) as error:
-            common.fail(f"cannot read {path} ({str(error).splitlines()[0]}): make it again with 02_filter.py")
-        found = [common.find_column(file.schema_arrow.names, name) for name in ("url", "caption")]
+            raise InputError(
+                f"cannot read {path} ({str(error).splitlines()[0]}): make it again with 02_filter.py"
+            ) from None
+        found = [find_column(file.schema_arrow.names, name) for name in ("url", "caption")]
         if None in found:
-            common.fail(f"{path} has no column url or caption (it has {', '.join(file.schema_arrow.names)}): add it")
+            raise InputError(
+                f"{path} has no column url or caption (it has {', '.join(file.schema_arrow.names)}): add it"
+            )
         names[str(path)] = tuple(found)
         schemas.append({field.name: field.type for field in file.schema_arrow})
         rows += file.metadata.num_rows
     if not rows:
-        common.fail(f"{folder} has no rows: relax the rules of 02_filter.py")
+        raise InputError(f"{folder} has no rows: relax the rules of 02_filter.py")
     along = [name for name, kind in schemas[0].items() if goes_along(name, kind)]
     along = [n for n in along if all(s.get(n) == schemas[0][n] for s in schemas) and n not in names[str(files[0])]]
     return files, names, along, rows
@@ -153,7 +163,7 @@ def harvest(staging: Path, images: Path) -> None:
     """Moves finished shards from where img2dataset writes to images/, the tar last, and deletes what is left."""
     for shards in sorted(staging.glob("*/shards")):
         for tar, _ in finished(shards):
-            for path in (tar.with_suffix(".parquet"), common.stats_path(tar), tar):
+            for path in (tar.with_suffix(".parquet"), stats_path(tar), tar):
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())
                 os.replace(path, images / path.name)
@@ -227,7 +237,7 @@ def engine_command(args: argparse.Namespace, python: Path, folder: Path, along: 
         "encode_format": "jpg",
         "encode_quality": args.quality,
         "min_image_size": args.min_side,
-        "max_image_area": common.MAX_PIXELS,
+        "max_image_area": MAX_PIXELS,
         "processes_count": args.workers,
         "thread_count": args.threads,
         "timeout": args.timeout,
@@ -248,15 +258,15 @@ def run_pass(args: argparse.Namespace, python: Path, inputs: tuple, outcome: Out
     files, names, along, _ = inputs
     staging, images = Path(args.out) / "download.tmp", Path(args.out) / "images"
     folder = staging / str(os.getpid())
-    common.make_folder(folder / "todo")
-    common.make_folder(folder / "shards")
+    make_folder(folder / "todo")
+    make_folder(folder / "shards")
     for number, table in enumerate(rows_to_do(files, names, along, todo)):
         pq.write_table(table, folder / "todo" / f"{number:05d}.parquet")
     if outcome.tars:  # in its mode `extend`, img2dataset goes on after the highest number that it finds
-        shutil.copy(common.stats_path(outcome.tars[-1]), folder / "shards")
-    limits = {"OPENCV_IO_MAX_IMAGE_PIXELS": str(common.MAX_PIXELS)}  # or 40,000 x 40,000 zeros would be unpacked
+        shutil.copy(stats_path(outcome.tars[-1]), folder / "shards")
+    limits = {"OPENCV_IO_MAX_IMAGE_PIXELS": str(MAX_PIXELS)}  # or 40,000 x 40,000 zeros would be unpacked
     command = ["sh", "-c", SUPERVISOR, "sh", *engine_command(args, python, folder, along)]
-    with open(Path(args.out) / "img2dataset.log", "ab") as log, common.progress(int(todo.sum()), title, "url") as bar:
+    with open(Path(args.out) / "img2dataset.log", "ab") as log, progress(int(todo.sum()), title, "url") as bar:
         engine = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
                                   env={**os.environ, **limits})  # fmt: skip
         try:
@@ -281,7 +291,7 @@ def report(outcome: Outcome, args: argparse.Namespace, settings: dict) -> None:
         "rejected": dict(sorted(counts.items())),
         "rounds": [dict(counter) for counter in outcome.rounds],
     }
-    common.write_manifest(Path(args.out) / "images", manifest)
+    write_manifest(Path(args.out) / "images", manifest)
     for number, counter in enumerate(outcome.rounds, 1):
         print(f"round {number}: {counter['tried']:,} URLs tried, {counter['succeeded']:,} pictures")
     for reason, count in counts.most_common():
@@ -310,13 +320,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--disallowed_header_directives", nargs="*", help=robots)
     args = parser.parse_args()
     if not args.setup and not (args.folder and args.out):
-        common.fail("--in and --out are needed: the filtered parquet and the folder of the source")
+        raise InputError("--in and --out are needed: the filtered parquet and the folder of the source")
     if bool(args.folder) != bool(args.out):
-        common.fail("--in and --out go together: give both, or --setup alone")
+        raise InputError("--in and --out go together: give both, or --setup alone")
     if args.size < 8 or args.min_side < 0 or not 1 <= args.quality <= 100 or args.shard_size < 2:
-        common.fail("--size must be at least 8, --min_side 0, --quality from 1 to 100, --shard_size at least 2")
+        raise InputError("--size must be at least 8, --min_side 0, --quality from 1 to 100, --shard_size at least 2")
     if min(args.rounds, args.workers, args.threads, args.timeout) < 1:
-        common.fail("--rounds, --workers, --threads and --timeout must be at least 1")
+        raise InputError("--rounds, --workers, --threads and --timeout must be at least 1")
     return args
 
 
@@ -329,13 +339,13 @@ def main() -> None:
     inputs = read_inputs(args.folder)
     python = args.python or args.env / "bin" / "python"
     settings = {
-        "rows": common.fingerprint(*inputs[0]),
+        "rows": fingerprint(*inputs[0]),
         "img2dataset": engine_version(python),
         "disallowed_header_directives": args.disallowed_header_directives,
     }
     settings |= {name: getattr(args, name) for name in ("size", "min_side", "quality", "shard_size")}
     images = Path(args.out) / "images"
-    common.claim_folder(images, "03_download.py", settings)
+    claim_folder(images, "03_download.py", settings)
     harvest(Path(args.out) / "download.tmp", images)
     outcome = Outcome(inputs[-1], images)
     for number in range(1, args.rounds + 1):
@@ -344,11 +354,11 @@ def main() -> None:
             run_pass(args, python, inputs, outcome, todo, f"round {number}")
             outcome = Outcome(inputs[-1], images)
             if outcome.tries.sum() == before:
-                common.fail(
+                raise InputError(
                     f"img2dataset finished no shard: see {args.out}/img2dataset.log, put it right and run again"
                 )
     report(outcome, args, settings)
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run(main)

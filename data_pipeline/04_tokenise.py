@@ -20,11 +20,26 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import _path  # noqa: F401
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-import common
+from sd.errors import InputError, run
+from sd.files import (
+    atomic_path,
+    claim_folder,
+    fingerprint,
+    list_files,
+    read_json,
+    refuse_repeated_names,
+    refuse_strangers,
+    write_manifest,
+)
+from sd.metadata import find_column, metadata_value
+from sd.shards import caption_of, image_key, iter_samples, list_shards, source_of
+from sd.text import clean_text, load_tokenizer, text_length, tokenize, tokenizer_hash
+from sd.workers import parallel, progress
 
 BATCH_CAPTIONS = 4096
 METADATA = {
@@ -42,14 +57,14 @@ METADATA = {
 @functools.lru_cache(maxsize=1)
 def open_tokenizer(path: str):
     """The tokenizer, loaded once a process."""
-    return common.load_tokenizer(path)
+    return load_tokenizer(path)
 
 
 def kept_keys(path: Path) -> set[str] | None:
     """The keys of a filtered parquet file; None if it has no column of keys."""
     if not path.exists():
-        common.fail(f"--keep has no {path.name} in {path.parent}: run 02_filter.py on all shards of --in first")
-    if common.find_column(pq.read_schema(path).names, "key") is None:
+        raise InputError(f"--keep has no {path.name} in {path.parent}: run 02_filter.py on all shards of --in first")
+    if find_column(pq.read_schema(path).names, "key") is None:
         return None
     return set(pq.read_table(path, columns=["key"]).column(0).to_pylist())
 
@@ -59,27 +74,27 @@ def kept_urls(folder: Path) -> set[str]:
     """The URLs of all filtered parquet files of a folder, read once a process."""
     urls: set[str] = set()
     for path in sorted(folder.glob("*.parquet")):
-        if common.find_column(pq.read_schema(path).names, "url") != "url":
-            common.fail(f"{path} has neither a column key nor url: give --keep a folder that 02_filter.py wrote")
+        if find_column(pq.read_schema(path).names, "url") != "url":
+            raise InputError(f"{path} has neither a column key nor url: give --keep a folder that 02_filter.py wrote")
         urls.update(pq.read_table(path, columns=["url"]).column(0).to_pylist())
     return urls
 
 
 def keep_by_key(folder: Path) -> bool:
     """Whether a filtered folder names pictures by key (it was made from the parquet beside the tars), or by URL."""
-    files = common.list_files(str(folder), ".parquet")
-    if (folder / "manifest.json").exists() and not common.read_json(folder / "manifest.json")["complete"]:
-        common.fail(f"{folder} is not finished: run the 02_filter.py command that made it again")
-    return common.find_column(pq.read_schema(files[0]).names, "key") is not None
+    files = list_files(str(folder), ".parquet")
+    if (folder / "manifest.json").exists() and not read_json(folder / "manifest.json")["complete"]:
+        raise InputError(f"{folder} is not finished: run the 02_filter.py command that made it again")
+    return find_column(pq.read_schema(files[0]).names, "key") is not None
 
 
 def metadata_row(metadata: dict) -> dict:
     """The columns of METADATA from a sample's JSON; None where it has none or one of another type."""
     row = {}
     for name, kind in METADATA.items():
-        value = metadata.get(name) if name == "sha256" else common.metadata_value(metadata, name)
+        value = metadata.get(name) if name == "sha256" else metadata_value(metadata, name)
         if pa.types.is_string(kind):
-            row[name] = common.clean_text(value) if isinstance(value, str) else None
+            row[name] = clean_text(value) if isinstance(value, str) else None
         else:
             usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**31
             row[name] = (int(value) if pa.types.is_integer(kind) else float(value)) if usable else None
@@ -91,7 +106,7 @@ def tokenise_shard(
 ) -> Counter:
     """Writes one parquet; returns the counts: rows, tokens (without padding), truncated, and what was left out."""
     tokenizer = open_tokenizer(tokenizer_path)
-    length = common.text_length(tokenizer)
+    length = text_length(tokenizer)
     keys = kept_keys(keep / f"{tar.stem}.parquet") if keep and by_key else None
     urls = kept_urls(keep) if keep and not by_key else None
     ids_type = pa.list_(pa.int32(), length)
@@ -100,7 +115,7 @@ def tokenise_shard(
 
     def write(rows: list[dict]) -> None:
         captions = [row["caption"] for row in rows]
-        ids = common.tokenize(tokenizer, captions)
+        ids = tokenize(tokenizer, captions)
         full = np.flatnonzero(ids[:, -2] != tokenizer.pad_token_id)  # these may have been cut
         whole = tokenizer([captions[i] for i in full], verbose=False)["input_ids"] if len(full) else []
         counts["rows"] += len(rows)
@@ -115,22 +130,22 @@ def tokenise_shard(
         lists = pa.FixedSizeListArray.from_arrays(pa.array(ids.reshape(-1)), type=ids_type)
         writer.write_batch(pa.record_batch([images, lists, pa.array(captions, pa.string()), *columns], schema=schema))
 
-    with common.atomic_path(target) as temporary:
+    with atomic_path(target) as temporary:
         with pq.ParquetWriter(temporary, schema) as writer:
             rows: list[dict] = []
-            for key, sample in common.iter_samples(tar, rejects, images=False):
-                caption = common.caption_of(sample)
+            for key, sample in iter_samples(tar, rejects, images=False):
+                caption = caption_of(sample)
                 if sample["ext"] is None:
                     counts["no_image"] += 1
                 elif keys is not None and key not in keys:
                     counts["not_kept"] += 1
-                elif urls is not None and common.metadata_value(sample["json"], "url") not in urls:
+                elif urls is not None and metadata_value(sample["json"], "url") not in urls:
                     counts["not_kept"] += 1
                 elif not caption:
                     counts["empty_caption"] += 1
                 else:
-                    image_key = common.image_key(source, tar.stem, key)
-                    rows.append({"image_key": image_key, "caption": caption, **metadata_row(sample["json"])})
+                    name = image_key(source, tar.stem, key)
+                    rows.append({"image_key": name, "caption": caption, **metadata_row(sample["json"])})
                 if len(rows) == BATCH_CAPTIONS:
                     write(rows)
                     rows = []
@@ -162,11 +177,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="processes")
     args = parser.parse_args()
 
-    tars = common.list_shards(args.images)
-    common.refuse_repeated_names(tars)
-    sources = {args.source or common.source_of(tar) for tar in tars}
+    tars = list_shards(args.images)
+    refuse_repeated_names(tars)
+    sources = {args.source or source_of(tar) for tar in tars}
     if len(sources) > 1:
-        common.fail(
+        raise InputError(
             f"the tars belong to several sources ({', '.join(sorted(sources))}): run once for each, or --source"
         )
     source = sources.pop()
@@ -174,29 +189,29 @@ def main() -> None:
     by_key = keep_by_key(args.keep) if args.keep else False
     settings = {
         "source": source,
-        "tokenizer_hash": common.tokenizer_hash(tokenizer),
-        "max_length": common.text_length(tokenizer),
+        "tokenizer_hash": tokenizer_hash(tokenizer),
+        "max_length": text_length(tokenizer),
         "vocab_size": len(tokenizer),
         "keep": str(args.keep) if args.keep else None,
     }
     out = Path(args.out)
     targets = {tar: out / f"{tar.stem}.parquet" for tar in tars}
-    common.claim_folder(out, "04_tokenise.py", settings)
-    common.refuse_strangers(out, ".parquet", {target.name for target in targets.values()})
+    claim_folder(out, "04_tokenise.py", settings)
+    refuse_strangers(out, ".parquet", {target.name for target in targets.values()})
 
     all_kept = sorted(args.keep.glob("*.parquet")) if args.keep else []
     jobs, total = [], Counter()
     for tar, target in targets.items():
         kept = [path for path in all_kept if path.stem == tar.stem] if by_key else all_kept
-        notes = {"input": common.fingerprint(tar, *kept), **settings}
+        notes = {"input": fingerprint(tar, *kept), **settings}
         counts = finished(target, notes)
         if counts is None:
             jobs.append((tar, target, args.tokenizer, source, args.keep, by_key, notes))
         else:
             total.update(counts)
     start, tokens, captions = time.perf_counter(), 0, 0
-    with common.progress(len(jobs), "04_tokenise.py", "shard") as bar:
-        for counts in common.parallel(tokenise_shard, jobs, args.workers):
+    with progress(len(jobs), "04_tokenise.py", "shard") as bar:
+        for counts in parallel(tokenise_shard, jobs, args.workers):
             total.update(counts)
             tokens, captions = tokens + counts["tokens"], captions + counts["rows"]
             bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):,.0f} tokens/s", refresh=False)
@@ -204,7 +219,7 @@ def main() -> None:
     seconds = time.perf_counter() - start
 
     rows, tokens_in_all, truncated = (total.pop(name, 0) for name in ("rows", "tokens", "truncated"))
-    common.write_manifest(
+    write_manifest(
         out,
         {
             "script": "04_tokenise.py",
@@ -226,4 +241,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run(main)

@@ -14,7 +14,13 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import common
+import _path  # noqa: F401
+
+from sd.errors import InputError, run
+from sd.files import claim_folder, fingerprint, read_json, write_manifest
+from sd.shards import caption_of, iter_samples, list_shards
+from sd.text import tokenizer_hash
+from sd.workers import progress
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 SUFFIX = "</w>"
@@ -22,11 +28,11 @@ SUFFIX = "</w>"
 
 def captions(tars: list[Path]) -> Iterator[str]:
     """The captions of all tars, in order, with a progress bar."""
-    with common.progress(None, "04a_make_tokenizer.py", "captions") as bar:
+    with progress(None, "04a_make_tokenizer.py", "captions") as bar:
         for tar in tars:
-            for _, sample in common.iter_samples(tar, images=False):
+            for _, sample in iter_samples(tar, images=False):
                 bar.update()
-                yield common.caption_of(sample)
+                yield caption_of(sample)
 
 
 def train(texts: Iterator[str], vocab_size: int, max_length: int):
@@ -58,29 +64,29 @@ def main() -> None:
     parser.add_argument("--max_length", type=int, default=77, help="ids a caption, start and end included")
     args = parser.parse_args()
     if args.vocab_size < 514 or args.max_length < 3:
-        common.fail(
+        raise InputError(
             f"--vocab_size is {args.vocab_size} and must be at least 514 (bytes, bytes at a word's end, start, end), "
             f"--max_length is {args.max_length} and must be at least 3"
         )
-    tars = common.list_shards(args.images)
+    tars = list_shards(args.images)
     settings = {
-        "input": common.fingerprint(*tars),
+        "input": fingerprint(*tars),
         "vocab_size": args.vocab_size,
         "max_length": args.max_length,
     }
     out = Path(args.out)
-    common.claim_folder(out, "04a_make_tokenizer.py", settings)
-    manifest = common.read_json(out / "manifest.json")
+    claim_folder(out, "04a_make_tokenizer.py", settings)
+    manifest = read_json(out / "manifest.json")
     if manifest["complete"]:
         print(f"done already: {out} has {manifest['tokens']} tokens")
         return
     tokenizer = train(captions(tars), args.vocab_size, args.max_length)
     tokenizer.save_pretrained(out)
     tokens = len(tokenizer)
-    manifest.update(complete=True, tokens=tokens, tokenizer_hash=common.tokenizer_hash(tokenizer))
-    common.write_manifest(out, manifest)
+    manifest.update(complete=True, tokens=tokens, tokenizer_hash=tokenizer_hash(tokenizer))
+    write_manifest(out, manifest)
     print(f"{tokens} tokens, {args.max_length} ids a caption: {out}")
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run(main)

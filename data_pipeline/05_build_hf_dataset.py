@@ -19,11 +19,16 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import _path  # noqa: F401
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-import common
+from sd.errors import InputError, run
+from sd.files import make_folder, read_json, replace_folder, write_manifest
+from sd.hashes import Hashes, hash_texts
+from sd.shards import key_fraction
+from sd.workers import progress
 
 BATCH_ROWS = 1000  # rows a record batch
 READ_ROWS = 50_000
@@ -34,37 +39,39 @@ def read_manifests(folders: list[Path]) -> list[dict]:
     manifests = []
     for folder in folders:
         if not (folder / "manifest.json").exists():
-            common.fail(f"{folder} has no manifest.json: give a folder that 04_tokenise.py wrote")
-        manifest = common.read_json(folder / "manifest.json")
+            raise InputError(f"{folder} has no manifest.json: give a folder that 04_tokenise.py wrote")
+        manifest = read_json(folder / "manifest.json")
         if manifest.get("script") != "04_tokenise.py":
-            common.fail(f"{folder} was written by {manifest.get('script')}: give a folder that 04_tokenise.py wrote")
+            raise InputError(
+                f"{folder} was written by {manifest.get('script')}: give a folder that 04_tokenise.py wrote"
+            )
         if not manifest["complete"]:
-            common.fail(f"{folder} is not finished: run the 04_tokenise.py command that made it again")
+            raise InputError(f"{folder} is not finished: run the 04_tokenise.py command that made it again")
         for name in ("tokenizer_hash", "max_length"):
             if manifests and manifest[name] != manifests[0][name]:
-                common.fail(
+                raise InputError(
                     f"{folders[0]} and {folder} have different tokenizers ({name} {manifests[0][name]} and "
                     f"{manifest[name]}): tokenise both with the same --tokenizer"
                 )
         for shard, rows in manifest["shards"].items():
             path = folder / shard
             if not path.exists() or pq.read_metadata(path).num_rows != rows:
-                common.fail(f"{path} does not have the {rows} rows of its manifest: run 04_tokenise.py again")
+                raise InputError(f"{path} does not have the {rows} rows of its manifest: run 04_tokenise.py again")
         manifests.append(manifest)
     return manifests
 
 
 def read_rows(folders: list[Path], manifests: list[dict], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     """All rows of all token folders, in order, as batches of `schema`; fails at a repeated image key."""
-    keys = common.Hashes()
+    keys = Hashes()
     for folder, manifest in zip(folders, manifests, strict=True):
         for shard in manifest["shards"]:
             for batch in pq.ParquetFile(folder / shard).iter_batches(READ_ROWS, columns=schema.names):
                 names = batch.column("image_key")
-                new = keys.add_new(common.hash_texts(names.cast(pa.large_string())))
+                new = keys.add_new(hash_texts(names.cast(pa.large_string())))
                 if not new.all():
                     name = names[int(np.flatnonzero(~new)[0])].as_py()
-                    common.fail(
+                    raise InputError(
                         f"{folder / shard} repeats the image key {name}: give each source its own --source in 04"
                     )
                 yield batch.select(schema.names).cast(schema)
@@ -144,9 +151,9 @@ def build(folder: Path, folders: list[Path], manifests: list[dict], val_fraction
     )
     folder.mkdir(parents=True)
     splits = {name: SplitWriter(folder / name, schema, file_rows) for name in ("train", "val")}
-    with common.progress(sum(m["rows"] for m in manifests), "05_build_hf_dataset.py", "row") as bar:
+    with progress(sum(m["rows"] for m in manifests), "05_build_hf_dataset.py", "row") as bar:
         for batch in read_rows(folders, manifests, schema):
-            in_val = [common.key_fraction(key) < val_fraction for key in batch.column("image_key").to_pylist()]
+            in_val = [key_fraction(key) < val_fraction for key in batch.column("image_key").to_pylist()]
             in_val = np.array(in_val, bool)
             splits["train"].write(batch.filter(pa.array(~in_val)))
             splits["val"].write(batch.filter(pa.array(in_val)))
@@ -166,7 +173,9 @@ def main() -> None:
     parser.add_argument("--file_rows", type=int, default=1_000_000, help="rows an Arrow file, at most")
     args = parser.parse_args()
     if not 0 <= args.val_fraction < 1 or args.file_rows < 1:
-        common.fail(f"--val_fraction is {args.val_fraction} and must lie in [0, 1), --file_rows must be at least 1")
+        raise InputError(
+            f"--val_fraction is {args.val_fraction} and must lie in [0, 1), --file_rows must be at least 1"
+        )
 
     manifests = read_manifests(args.tokens)
     inputs = [
@@ -175,14 +184,16 @@ def main() -> None:
     ]
     settings = {"val_fraction": args.val_fraction, "file_rows": args.file_rows, "inputs": inputs}
     if args.out.exists() and any(args.out.iterdir()):
-        old = common.read_json(args.out / "manifest.json") if (args.out / "manifest.json").exists() else {}
+        old = read_json(args.out / "manifest.json") if (args.out / "manifest.json").exists() else {}
         if old.get("script") != "05_build_hf_dataset.py":
-            common.fail(f"{args.out} holds files that this script did not write: give a new or empty folder as --out")
+            raise InputError(
+                f"{args.out} holds files that this script did not write: give a new or empty folder as --out"
+            )
         if old["settings"] == settings:
             print(f"done already: {old['counts']} rows in {args.out}")
             return
 
-    common.make_folder(args.out.parent)
+    make_folder(args.out.parent)
     temporary = args.out.with_name(args.out.name + ".tmp")
     if temporary.exists():
         shutil.rmtree(temporary)
@@ -195,8 +206,8 @@ def main() -> None:
         "sources": sorted({m["source"] for m in manifests}),
         "counts": counts,
     }
-    common.write_manifest(temporary, manifest)
-    common.replace_folder(temporary, args.out)
+    write_manifest(temporary, manifest)
+    replace_folder(temporary, args.out)
     print(f"{counts['train']:,} rows to train on, {counts['val']:,} held out: {args.out}")
 
 
@@ -206,4 +217,4 @@ def sha256_of(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run(main)

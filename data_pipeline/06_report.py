@@ -22,13 +22,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import _path  # noqa: F401
 import cv2
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-import common
+from sd.data import parse_sources
+from sd.errors import InputError, run
+from sd.files import atomic_write, make_folder, read_json
+from sd.hashes import hash_texts
+from sd.metadata import find_column
+from sd.pictures import Reject, cut, decode_image
+from sd.shards import IMAGE_EXTENSIONS, MAX_MEMBER_BYTES
+from sd.text import TEXT_LENGTH
+from sd.weights.read import load_vae
+from sd.workers import progress
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # SD_Data, SD_Convert: imported where they are needed
 
@@ -117,7 +127,7 @@ class Repeats:
         self.hashes: list[np.ndarray] = []
 
     def add(self, values: pa.Array) -> None:
-        self.hashes.append(common.hash_texts(pc.cast(values.drop_null(), pa.large_string())))
+        self.hashes.append(hash_texts(pc.cast(values.drop_null(), pa.large_string())))
 
     def counts(self) -> tuple[int, int]:
         """Texts, and how many of them are repeats."""
@@ -138,10 +148,10 @@ def read_table(files: list[Path], max_length: int) -> tuple[dict[str, Histogram]
     """Histograms and repeats over all rows of parquet files, batch by batch, and the number of rows."""
     histograms, repeats = new_histograms(max_length), {"url": Repeats(), "sha256": Repeats(), "caption": Repeats()}
     rows, end = 0, None
-    with common.progress(len(files), "06_report.py", "file") as bar:
+    with progress(len(files), "06_report.py", "file") as bar:
         for path in files:
             file = open_parquet(path)
-            names = {name: common.find_column(file.schema_arrow.names, name) for name in COLUMNS}
+            names = {name: find_column(file.schema_arrow.names, name) for name in COLUMNS}
             names |= {name: name for name in ("sha256", "input_ids") if name in file.schema_arrow.names}
             names = {name: column for name, column in names.items() if column}
             for batch in file.iter_batches(BATCH_ROWS, columns=list(names.values())):
@@ -164,7 +174,9 @@ def open_parquet(path: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path, buffer_size=1 << 20)
     except (pa.ArrowInvalid, OSError) as error:
-        common.fail(f"cannot read {path} as parquet ({str(error).splitlines()[0]}): make it again with its script")
+        raise InputError(
+            f"cannot read {path} as parquet ({str(error).splitlines()[0]}): make it again with its script"
+        ) from None
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -204,7 +216,7 @@ def manifest_of(folder: Path) -> dict | None:
     """manifest.json of a folder; None if there is none, or if it is not finished."""
     if not (folder / "manifest.json").exists():
         return None
-    manifest = common.read_json(folder / "manifest.json")
+    manifest = read_json(folder / "manifest.json")
     return manifest if manifest.get("complete", True) else None
 
 
@@ -212,7 +224,7 @@ def rejects_of(folder: Path) -> list[tuple[str, str, int]]:
     """(step, reason, count) of pictures that were left out, from the stats and manifests of images, tokens, latents."""
     downloads = Counter()
     for path in sorted((folder / "images").glob("*_stats.json")):
-        downloads.update(common.read_json(path).get("status_dict", {}))
+        downloads.update(read_json(path).get("status_dict", {}))
     downloads.pop("success", None)
     found = [("images", downloads)]
     for step, name in (("tokens", "left_out"), ("latents", "rejects")):
@@ -234,7 +246,7 @@ def pick_pictures(files: list[Path], count: int, seed: int) -> list[tuple[str, s
         wanted = rows[(rows >= start) & (rows < start + size)] - start
         file = open_parquet(path) if len(wanted) else None
         key = file and next((name for name in ("image_key", "key") if name in file.schema_arrow.names), None)
-        caption = file and common.find_column(file.schema_arrow.names, "caption")
+        caption = file and find_column(file.schema_arrow.names, "caption")
         if not key or not caption:
             continue
         done = 0
@@ -257,8 +269,8 @@ def read_pictures(images: Path, picked: list[tuple[str, str, str]]) -> dict[tupl
                 for member in tar:
                     tar.members.clear()  # or the list grows with the tar
                     key, _, extension = member.name.removeprefix("./").rpartition("/")[2].partition(".")
-                    usable = member.isreg() and member.size <= common.MAX_MEMBER_BYTES
-                    if key in wanted and extension.lower() in common.IMAGE_EXTENSIONS and usable:
+                    usable = member.isreg() and member.size <= MAX_MEMBER_BYTES
+                    if key in wanted and extension.lower() in IMAGE_EXTENSIONS and usable:
                         found[shard, key] = decode(tar.extractfile(member).read())
                         wanted.remove(key)
                     if not wanted:
@@ -273,8 +285,8 @@ def read_pictures(images: Path, picked: list[tuple[str, str, str]]) -> dict[tupl
 def decode(data: bytes) -> np.ndarray | str:
     """The picture, or the reason for which it is rejected."""
     try:
-        return common.decode_image(data)
-    except common.Reject as reject:
+        return decode_image(data)
+    except Reject as reject:
         return reject.reason
 
 
@@ -304,18 +316,21 @@ def decode_latents(vae_source: str, manifest: dict, latents: list[np.ndarray]) -
     """Pictures uint8 [H, W, 3] of scaled latents [z, h, w]. Fails if the VAE is another one than theirs."""
     import torch
 
-    from SD_Convert import load_vae
     from SD_Model import InputError, weights_hash
 
     try:
         vae = load_vae(vae_source)
     except InputError as error:
-        common.fail(f"cannot load the VAE {vae_source} ({error}): give --vae the one that encoded the latents")
+        raise InputError(
+            f"cannot load the VAE {vae_source} ({error}): give --vae the one that encoded the latents"
+        ) from None
     theirs, scale = manifest["vae"]["name"], manifest["scale"]["mean_times"]
     if weights_hash(vae) != manifest["vae"]["hash"]:
-        common.fail(f"the latents were made with the VAE {theirs}, and {vae_source} has other weights: give theirs")
+        raise InputError(
+            f"the latents were made with the VAE {theirs}, and {vae_source} has other weights: give theirs"
+        )
     if vae.config.scaling_factor != scale:
-        common.fail(
+        raise InputError(
             f"the latents were made with the VAE {theirs} and the scale {scale}, and {vae_source} has another scale, "
             f"{vae.config.scaling_factor}: give theirs"
         )
@@ -504,7 +519,7 @@ def draw_latents(folder: Path, vae: str | None, picked: list, pictures: dict) ->
     for key, after in zip(shown, decoded):
         before = pictures[key]
         if manifest["crop"] == "center":
-            before = common.cut(before, after.shape[:2])
+            before = cut(before, after.shape[:2])
         if before.shape == after.shape:
             errors.append(float(((before.astype(np.float64) - after) ** 2).mean()))
         both = image(before, captions[key]) + image(after, "its latents, decoded")
@@ -565,7 +580,7 @@ def draw_source(folder: Path, args: argparse.Namespace) -> str:
     manifests = {step: manifest_of(folder / step) for step in STEPS}
     tokens = manifests["tokens"]
     step, files = table_of(folder)
-    histograms, repeats, rows = read_table(files, tokens["max_length"] if tokens else common.TEXT_LENGTH)
+    histograms, repeats, rows = read_table(files, tokens["max_length"] if tokens else TEXT_LENGTH)
     picked = pick_pictures(files, args.pictures, args.seed) if (folder / "images").exists() else []
     pictures = read_pictures(folder / "images", picked)
     counts = (manifests["dataset"] or {}).get("counts", {})
@@ -607,13 +622,12 @@ def draw_source(folder: Path, args: argparse.Namespace) -> str:
 
 def mixture_of(args: argparse.Namespace) -> list:
     """The sources of --data, read as SD_Train.py does."""
-    from SD_Data import parse_sources
     from SD_Model import InputError
 
     try:
         return parse_sources({"data": args.data, "data_root": args.data_root, "dataset": None})
     except InputError as error:
-        common.fail(f"{str(error).rstrip('.')}: give e.g. --data laion:0.6:150000,faces:0.4")
+        raise InputError(f"{str(error).rstrip('.')}: give e.g. --data laion:0.6:150000,faces:0.4") from None
 
 
 def main() -> None:
@@ -627,19 +641,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="which pictures")
     args = parser.parse_args()
     if bool(args.folders) == bool(args.data):
-        common.fail("wanted --in with folders of sources, or --data with a mixture, and not both")
+        raise InputError("wanted --in with folders of sources, or --data with a mixture, and not both")
     if args.pictures < 0:
-        common.fail(f"--pictures is {args.pictures} and must be at least 0")
+        raise InputError(f"--pictures is {args.pictures} and must be at least 0")
 
     sources = mixture_of(args) if args.data else []
     folders = [args.data_root / source.name for source in sources] or args.folders
     for folder in folders:
         if not any((folder / step).is_dir() for step in (*STEPS, "metadata")):
-            common.fail(f"{folder} holds none of {', '.join(STEPS)}: give the folder of a source, e.g. data/shapes")
+            raise InputError(
+                f"{folder} holds none of {', '.join(STEPS)}: give the folder of a source, e.g. data/shapes"
+            )
     if args.out is None and len(folders) > 1:
-        common.fail("several sources go on one page: say where with --out")
+        raise InputError("several sources go on one page: say where with --out")
     out = args.out or folders[0] / "report.html"
-    common.make_folder(out.parent)
+    make_folder(out.parent)
 
     names = ", ".join(folder.resolve().name for folder in folders)
     body = section("Sources by weight", draw_mixture(sources)) if sources else ""
@@ -649,9 +665,9 @@ def main() -> None:
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
             f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>'
             f"<body>{body}</body></html>\n")  # fmt: skip
-    common.atomic_write(out, page)
+    atomic_write(out, page)
     print(f"{names}: {len(page) / 2**20:.1f} MB in {out}")
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run(main)

@@ -21,7 +21,29 @@ import cv2
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from data_pipeline import common, shapes  # noqa: E402
+from sd.errors import (
+    InputError,  # noqa: E402
+    run,  # noqa: E402
+)
+from sd.files import (
+    atomic_write,  # noqa: E402
+    make_folder,  # noqa: E402
+)
+from sd.pictures import (
+    Reject,  # noqa: E402
+    decode_image,  # noqa: E402
+)
+from sd.shapes import (
+    BACKGROUNDS,  # noqa: E402
+    COLOURS,  # noqa: E402
+    POSITIONS,  # noqa: E402
+    RADIUS,  # noqa: E402
+    SHAPES,  # noqa: E402
+    coverage,  # noqa: E402
+    draw_jittered,  # noqa: E402
+    outline,  # noqa: E402
+    shape_prompts,  # noqa: E402
+)
 
 ATTRIBUTES = ("colour", "shape", "position", "background")
 SIDE = 256  # pictures are measured at this size: a mask of 64 px, enlarged smoothly, has smooth edges
@@ -60,8 +82,8 @@ def frame(mask: np.ndarray) -> np.ndarray:
 def templates() -> list[tuple[str, np.ndarray]]:
     """The ideal shapes, framed: each as drawn, and with corners rounded as blur rounds them, weakly and strongly."""
     made = []
-    for shape in shapes.SHAPES:
-        sharp = shapes.coverage(SIDE / 2 + SIDE / 5 * shapes.outline(shape), SIDE)
+    for shape in SHAPES:
+        sharp = coverage(SIDE / 2 + SIDE / 5 * outline(shape), SIDE)
         made.append((shape, frame(sharp > 0.5)))
         for strength in (0.05, 0.1):
             blurred = cv2.GaussianBlur(sharp, (0, 0), strength * np.sqrt(sharp.sum()))
@@ -83,7 +105,7 @@ def classify(image: np.ndarray) -> dict[str, str | None]:
     edge = np.ones(image.shape[:2], bool)
     edge[ring:-ring, ring:-ring] = False
     background = np.median(image[edge], axis=0)
-    found = {"shape": None, "colour": None, "position": None, "background": nearest(background, shapes.BACKGROUNDS)}
+    found = {"shape": None, "colour": None, "position": None, "background": nearest(background, BACKGROUNDS)}
 
     lab, plain = to_lab(image), to_lab(background.astype(np.uint8))
     distance = np.linalg.norm(cv2.blur(lab, (3, 3)) - plain, axis=2)  # [H, W]
@@ -106,11 +128,11 @@ def classify(image: np.ndarray) -> dict[str, str | None]:
     depth = cv2.distanceTransform(mask.astype(np.uint8), cv2.DIST_L2, 3)
     inner = depth > depth.max() / 2
     pixels = cv2.resize(image, (SIDE, SIDE), interpolation=cv2.INTER_NEAREST)[inner]  # [n, 3]
-    found["colour"] = nearest(np.median(pixels, axis=0), shapes.COLOURS)
+    found["colour"] = nearest(np.median(pixels, axis=0), COLOURS)
 
     centre = (centres[largest] + 0.5) / SIDE
-    distances = [np.hypot(*(centre - place)) for place in shapes.POSITIONS.values()]
-    found["position"] = list(shapes.POSITIONS)[int(np.argmin(distances))]
+    distances = [np.hypot(*(centre - place)) for place in POSITIONS.values()]
+    found["position"] = list(POSITIONS)[int(np.argmin(distances))]
     return found
 
 
@@ -140,10 +162,10 @@ def check(n: int, seed: int = 0) -> tuple[dict[str, dict[str, float]], bool]:
     chance, that is the share of equal values among the prompts, give or take four standard errors.
     """
     rng = np.random.default_rng(seed)
-    truths = shapes.prompts("trained", n // 2, seed) + shapes.prompts("held_out", n - n // 2, seed)
+    truths = shape_prompts("trained", n // 2, seed) + shape_prompts("held_out", n - n // 2, seed)
     for truth in truths:
-        truth["size"] = rng.uniform(*shapes.RADIUS)
-    images = [shapes.draw_jittered(truth, 64, rng) for truth in truths]
+        truth["size"] = rng.uniform(*RADIUS)
+    images = [draw_jittered(truth, 64, rng) for truth in truths]
     order = rng.permutation(n)
     results = {
         "drawn": accuracy(images, truths),
@@ -179,9 +201,13 @@ def read_prompts(path: str) -> list[dict]:
     try:
         prompts = [json.loads(line) for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        common.fail(f"cannot read prompts from {path} ({error}): write them with --write_prompts N --prompts {path}")
+        raise InputError(
+            f"cannot read prompts from {path} ({error}): write them with --write_prompts N --prompts {path}"
+        ) from None
     if not prompts or not all(isinstance(prompt, dict) and set(ATTRIBUTES) & set(prompt) for prompt in prompts):
-        common.fail(f"{path} should hold lines of JSON with shape, colour, position or background: use --write_prompts")
+        raise InputError(
+            f"{path} should hold lines of JSON with shape, colour, position or background: use --write_prompts"
+        )
     return prompts
 
 
@@ -191,9 +217,9 @@ def read_images(folder: str) -> list[np.ndarray]:
     images = []
     for path in paths:
         try:
-            images.append(common.decode_image(path.read_bytes()))
-        except common.Reject as reject:
-            common.fail(f"cannot decode {path} ({reject.reason}): paint it again")
+            images.append(decode_image(path.read_bytes()))
+        except Reject as reject:
+            raise InputError(f"cannot decode {path} ({reject.reason}): paint it again") from None
     return images
 
 
@@ -215,16 +241,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="for --write_prompts and --check")
     args = parser.parse_args()
     if not (args.check or args.prompts):
-        common.fail("nothing to do: give --check, or --prompts with --images or --write_prompts")
+        raise InputError("nothing to do: give --check, or --prompts with --images or --write_prompts")
     if args.prompts and not (args.images or args.write_prompts):
-        common.fail("--prompts needs --images DIR to measure, or --write_prompts N to be written")
+        raise InputError("--prompts needs --images DIR to measure, or --write_prompts N to be written")
 
     if args.write_prompts:
-        prompts = shapes.prompts("held_out", args.write_prompts, args.seed)
+        prompts = shape_prompts("held_out", args.write_prompts, args.seed)
         path = Path(args.prompts)
-        common.make_folder(path.parent)
-        common.atomic_write(path, "".join(json.dumps(prompt) + "\n" for prompt in prompts))
-        common.atomic_write(path.with_suffix(".txt"), "".join(prompt["prompt"] + "\n" for prompt in prompts))
+        make_folder(path.parent)
+        atomic_write(path, "".join(json.dumps(prompt) + "\n" for prompt in prompts))
+        atomic_write(path.with_suffix(".txt"), "".join(prompt["prompt"] + "\n" for prompt in prompts))
     if args.check:
         results, good = check(args.n, args.seed)
         print_table(results)
@@ -234,7 +260,7 @@ def main() -> None:
     if args.images:
         prompts, images = read_prompts(args.prompts), read_images(args.images)
         if len(prompts) != len(images):
-            common.fail(
+            raise InputError(
                 f"{args.images} has {len(images)} pictures (00000.png, ...), {args.prompts} {len(prompts)} prompts"
             )
         measured = accuracy(images, prompts)
@@ -243,4 +269,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run(main)

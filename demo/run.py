@@ -17,9 +17,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from data_pipeline import common, shapes  # noqa: E402
 from demo import evaluate  # noqa: E402
-from SD_Model import InputError, run_cli  # noqa: E402
+from sd.errors import InputError, run  # noqa: E402
+from sd.files import atomic_write  # noqa: E402
+from sd.shapes import shape_prompts  # noqa: E402
 
 # What the README promises; below it the demo fails. The aim is 0.97 each and 0.95 for all four.
 PROMISED = {"colour": 0.95, "shape": 0.88, "position": 0.97, "background": 0.97, "all": 0.85}
@@ -120,8 +121,8 @@ def main():
             )
         print(f"going on with {out}: done are {', '.join(state['done']) or 'no stages'}")
     out.mkdir(parents=True, exist_ok=True)
-    common.atomic_write(out / "prompts.jsonl", "".join(
-        json.dumps(row) + "\n" for row in shapes.prompts("held_out", EVALUATED, seed=0)))  # fmt: skip
+    atomic_write(out / "prompts.jsonl", "".join(
+        json.dumps(row) + "\n" for row in shape_prompts("held_out", EVALUATED, seed=0)))  # fmt: skip
     for i, (name, lines) in enumerate(plan.items(), 1):
         if name in state["done"]:
             continue
@@ -130,14 +131,14 @@ def main():
         run_stage(name, lines)
         state["seconds"] += time.time() - started
         state["done"].append(name)
-        common.atomic_write(state_file, json.dumps(state, indent=1))
+        atomic_write(state_file, json.dumps(state, indent=1))
         print(f"--- {name}: {time.time() - started:.0f} s", flush=True)
     if "result" not in state:
         started = time.time()
         state["result"] = measure(out)
         state["seconds"] += time.time() - started
         state["result"]["minutes"] = round(state["seconds"] / 60, 2)
-        common.atomic_write(state_file, json.dumps(state, indent=1))
+        atomic_write(state_file, json.dumps(state, indent=1))
     else:
         print(f"the demo is done already; everything is in {out}")
     if report(out, state["result"]):
@@ -145,4 +146,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run(main)

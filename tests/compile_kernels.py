@@ -7,8 +7,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-import SD_Kernels as K
-
 # Types of arguments by name: activations and their gradients in bf16, the rest as in the kernels' docstrings.
 HALF = set("x x1 x2 x3 joined e y dy dres dx dx2 de a res h u du".split())
 FLOAT = set("eps scale limit lr beta1 beta2 correction1 correction2 decay".split())

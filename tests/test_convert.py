@@ -26,9 +26,17 @@ from diffusers.loaders import single_file_utils
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+import sd.device
+import sd.weights.configs
+import sd.weights.names
+import sd.weights.parts
+import sd.weights.read
+import sd.weights.tensors
+import sd.weights.write
 import SD_Convert
 import SD_ImageGen
-from SD_Convert import load_vae, open_model, save_vae
+from sd.weights.parts import save_vae
+from sd.weights.read import load_vae, open_model
 from SD_Model import PRESETS, VAE, InputError, NoiseSchedule, TextEncoder, UNet, UNetConfig, VAEConfig, weights_hash
 
 UNET = UNetConfig((32, 64, 64), (True, True, False), 2, 4, 32, 16)
@@ -113,7 +121,7 @@ def test_round_trip_is_bit_for_bit(checkpoint, single, tmp_path):
 
 
 def test_every_key_is_written(checkpoint, single):
-    unet, vae = SD_Convert.shapes_of(UNet, UNET), SD_Convert.shapes_of(VAE, VAE_CONFIG)
+    unet, vae = sd.weights.names.shapes_of(UNet, UNET), sd.weights.names.shapes_of(VAE, VAE_CONFIG)
     keys = set(load_file(single))
     ema = {k for k in keys if k.startswith("model_ema.")}
     assert len(ema) == len(unet) + 2 and all("." not in k.removeprefix("model_ema.") for k in ema)
@@ -121,16 +129,16 @@ def test_every_key_is_written(checkpoint, single):
     assert {k for k in keys if k.startswith("model.")} == {"model.diffusion_model." + k for k in unet}
     assert {k for k in keys if k.startswith("first_stage_model.")} == {"first_stage_model." + k for k in vae}
     assert len([k for k in keys if k.startswith("cond_stage_model.transformer.text_model.")]) == 2 * 16 + 4 + 1
-    for kind, parts in (("UNet", SD_Convert.unet_names(UNET)), ("VAE", SD_Convert.vae_names(VAE_CONFIG))):
+    for kind, parts in (("UNet", sd.weights.names.unet_names(UNET)), ("VAE", sd.weights.names.vae_names(VAE_CONFIG))):
         assert len(set(parts.values())) == len(parts), f"two of the {kind}'s names are mapped to one"
 
 
 def test_round_trip_control_wrong_map(checkpoint, tmp_path, monkeypatch):
     """Had the reader and the writer other tables, the comparison would show it."""
     folder = convert(checkpoint, tmp_path / "folder", "--format", "diffusers")
-    monkeypatch.setattr(SD_Convert, "UNET_RES", [*SD_Convert.UNET_RES[:1], ("in_layers.2", "conv2"),
-                                                 *SD_Convert.UNET_RES[2:4], ("out_layers.3", "conv1"),
-                                                 SD_Convert.UNET_RES[5]])  # fmt: skip
+    monkeypatch.setattr(sd.weights.names, "UNET_RES", [*sd.weights.names.UNET_RES[:1], ("in_layers.2", "conv2"),
+                                                 *sd.weights.names.UNET_RES[2:4], ("out_layers.3", "conv1"),
+                                                 sd.weights.names.UNET_RES[5]])  # fmt: skip
     with pytest.raises((InputError, AssertionError)):
         assert_equal(everything(checkpoint, "ema"), everything(folder, "ema"))
 
@@ -161,7 +169,7 @@ def test_single_file_passes_the_librarys_loader(checkpoint, tmp_path):
     for part, module in (("unet", unet), ("vae", vae)):
         wanted = load_file(folder / part / "diffusion_pytorch_model.safetensors")
         assert_equal(wanted, {k: t for k, t in module.state_dict().items()})
-    text = SD_Convert.open_model(folder).text_encoder().model
+    text = sd.weights.read.open_model(folder).text_encoder().model
     checkpoint_keys = load_file(file)
     loaded = single_file_utils.create_diffusers_clip_model_from_ldm(
         type(text), checkpoint_keys, config=str(folder), subfolder="text_encoder"
@@ -178,10 +186,10 @@ def test_sd15_single_file_has_the_originals_keys(clip_tokenizer, tmp_path, monke
         clip = CLIPTextConfig(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
         text = TextEncoder(CLIPTextModel(clip), clip_tokenizer)
     written = {}
-    monkeypatch.setattr(SD_Convert, "cast", lambda part, tensors, dtype: tensors)  # meta tensors have no values
+    monkeypatch.setattr(sd.weights.tensors, "cast", lambda part, tensors, dtype: tensors)  # meta tensors have no values
     monkeypatch.setattr(SD_Convert, "save_file", lambda t, f, m: (written.update(t), f.touch(), written.update(meta=m)))
-    model = SD_Convert.Model("", UNetConfig(), unet.state_dict, lambda: vae, lambda: text)
-    SD_Convert.save_ldm(tmp_path / "sd15.safetensors", model, torch.float16)
+    model = sd.weights.read.Model("", UNetConfig(), unet.state_dict, lambda: vae, lambda: text)
+    sd.weights.write.save_ldm(tmp_path / "sd15.safetensors", model, torch.float16)
     metadata = written.pop("meta")
     assert "tokenizer" not in metadata and metadata["modelspec.architecture"] == "stable-diffusion-v1"
     lines = sorted(f"{name} {'x'.join(map(str, t.shape))}" for name, t in written.items())
@@ -201,7 +209,7 @@ def test_sd15_single_file_has_the_originals_keys(clip_tokenizer, tmp_path, monke
         (their_vae, single_file_utils.convert_ldm_vae_checkpoint),
     ):
         found = convert_names(dict(written), dict(module.config))
-        squeeze = SD_Convert.squeezed
+        squeeze = sd.weights.names.squeezed
         assert {k: squeeze(t.shape) for k, t in found.items()} == {
             k: squeeze(t.shape) for k, t in module.state_dict().items()
         }
@@ -212,12 +220,12 @@ def test_half_precision_files(checkpoint, tmp_path, dtype):
     file = convert(
         checkpoint, tmp_path / "half.safetensors", "--format", "ldm", *(["--dtype", dtype] * (dtype != "fp16"))
     )
-    wanted = {k: t.to(SD_Convert.DTYPES[dtype]).float() for k, t in everything(checkpoint, "ema").items()}
+    wanted = {k: t.to(sd.device.DTYPES[dtype]).float() for k, t in everything(checkpoint, "ema").items()}
     found = everything(file, "ema")
     assert_equal(wanted, found)
     dtypes = {k: t.dtype for k, t in load_file(file).items()}
     assert dtypes.pop("cond_stage_model.transformer.text_model.embeddings.position_ids") == torch.int64
-    assert set(dtypes.values()) == {SD_Convert.DTYPES[dtype]}
+    assert set(dtypes.values()) == {sd.device.DTYPES[dtype]}
 
 
 def test_metadata_names_prediction_and_lineage(small_tokenizer, tmp_path):
@@ -237,7 +245,7 @@ def test_metadata_names_prediction_and_lineage(small_tokenizer, tmp_path):
     assert open_model(folder).schedule.config == schedule.config
     bare = {k: t for k, t in load_file(file).items()}  # a v-model of others: modelspec is all it says
     save_file(bare, tmp_path / "bare.safetensors", {"modelspec.prediction_type": "v"})
-    assert SD_Convert.read_tensors(tmp_path / "bare.safetensors")[1]["modelspec.prediction_type"] == "v"
+    assert sd.weights.tensors.read_tensors(tmp_path / "bare.safetensors")[1]["modelspec.prediction_type"] == "v"
 
 
 def test_values_beyond_fp16_are_refused(checkpoint, tmp_path):
@@ -380,7 +388,7 @@ def test_old_training_files(checkpoint, tmp_path, prefix):
     assert_equal(live, open_model(tmp_path / "c.pt").tensors())
 
 
-SPELLINGS = dict(zip(("original", "old folder", "folder"), SD_Convert.VAE_ATTENTION))
+SPELLINGS = dict(zip(("original", "old folder", "folder"), sd.weights.names.VAE_ATTENTION))
 
 
 @pytest.mark.parametrize("layout", ["original", "folder"])
@@ -388,7 +396,7 @@ SPELLINGS = dict(zip(("original", "old folder", "folder"), SD_Convert.VAE_ATTENT
 def test_vae_files_of_every_spelling(tmp_path, layout, spelling):
     config = VAEConfig((32, 64, 64), 2)
     vae = randomise(VAE(config))
-    state, names = {}, SD_Convert.vae_names(config, SPELLINGS[spelling])
+    state, names = {}, sd.weights.names.vae_names(config, SPELLINGS[spelling])
     for name, tensor in vae.state_dict().items():
         out = names[name] if layout == "folder" else name
         for a, b in zip(SPELLINGS["original"], SPELLINGS[spelling]):
@@ -495,7 +503,7 @@ def test_hub_names_from_the_offline_cache(clip_tokenizer, small_tokenizer, tmp_p
     pipe = make_pipeline(small_tokenizer)
     pipe.save_pretrained(tmp_path / "pipe")
     cached(hub, "someone/model", tmp_path / "pipe")
-    cached(hub, SD_Convert.DEFAULT_VAE, tmp_path / "pipe" / "vae")
+    cached(hub, sd.weights.parts.DEFAULT_VAE, tmp_path / "pipe" / "vae")
     model = open_model("someone/model")
     assert model.text_encoder().context_dim == 32
     assert weights_hash(load_vae()) == weights_hash(model.vae()) == weights_hash(load_vae("someone/model"))
@@ -514,13 +522,13 @@ def test_single_file_with_clips_own_tokenizer(clip_tokenizer, tmp_path, monkeypa
     with safetensors.safe_open(file, "pt") as f:
         assert "tokenizer" not in f.metadata()
     clip_tokenizer.save_pretrained(tmp_path / "tokenizer")
-    monkeypatch.setattr(SD_Convert, "DEFAULT_TEXT_ENCODER", str(tmp_path / "tokenizer"))
+    monkeypatch.setattr(sd.weights.parts, "DEFAULT_TEXT_ENCODER", str(tmp_path / "tokenizer"))
     texts = ["a photo of an astronaut riding a horse on mars", ""]
     wanted = open_model(source).text_encoder()
     found = open_model(file).text_encoder()
     assert torch.equal(found.tokenize(texts), wanted.tokenize(texts))
     assert torch.equal(found.encode(texts), wanted.encode(texts))
-    monkeypatch.setattr(SD_Convert, "DEFAULT_TEXT_ENCODER", "openai/not-there")
+    monkeypatch.setattr(sd.weights.parts, "DEFAULT_TEXT_ENCODER", "openai/not-there")
     with pytest.raises(InputError, match="tokenizer was wanted"):
         open_model(file).text_encoder()
 
@@ -552,9 +560,9 @@ def test_a_transformers_that_takes_no_weights_is_noticed(single, monkeypatch):
 def test_reading_holds_one_copy(tmp_path):
     """A file is mapped: opening costs next to nothing, building the UNet one fp32 copy, whatever else is inside."""
     config = UNetConfig((128, 256, 256), (True, True, False), 2, 8, 64, 32)
-    shapes = SD_Convert.shapes_of(UNet, config)
+    shapes = sd.weights.names.shapes_of(UNet, config)
     state = {"model.diffusion_model." + k: torch.zeros(s) for k, s in shapes.items()}
-    state |= {SD_Convert.ema_name(k): torch.zeros(s) for k, s in shapes.items()}
+    state |= {sd.weights.names.ema_name(k): torch.zeros(s) for k, s in shapes.items()}
     size = sum(s.numel() for s in shapes.values()) * 4
     torch.save({"state_dict": state}, tmp_path / "a.ckpt")
     save_file(state, tmp_path / "a.safetensors")
@@ -633,7 +641,7 @@ def altered(state, kind):
     raise AssertionError(kind)
 
 
-SD15_SHAPES = SD_Convert.shapes_of(UNet, PRESETS["sd15"]["unet"])
+SD15_SHAPES = sd.weights.names.shapes_of(UNet, PRESETS["sd15"]["unet"])
 
 REFUSED = {
     "inpainting": "inpainting",
@@ -673,7 +681,7 @@ def test_sd2_by_its_context_width(tmp_path):
     shapes = {k: (s[0], 1024) if ".attn2.to_k" in k or ".attn2.to_v" in k else s for k, s in SD15_SHAPES.items()}
     tensors = {k: torch.empty(s, device="meta") for k, s in shapes.items()}
     with pytest.raises(InputError, match="SD 2.x"):
-        SD_Convert.infer_unet_config("a.safetensors", tensors)
+        sd.weights.configs.infer_unet_config("a.safetensors", tensors)
 
 
 def test_first_ten_differences(single, tmp_path):
@@ -757,7 +765,7 @@ def test_program_exits_with_2(tmp_path):
 def test_weight_files_are_as_readable_as_the_umask_says(tmp_path, umask):
     before = os.umask(umask)
     try:
-        SD_Convert.save_tensors({"a": torch.ones(3)}, tmp_path / "a.safetensors")
+        sd.weights.tensors.save_tensors({"a": torch.ones(3)}, tmp_path / "a.safetensors")
         assert os.umask(umask) == umask
     finally:
         os.umask(before)
@@ -766,6 +774,6 @@ def test_weight_files_are_as_readable_as_the_umask_says(tmp_path, umask):
 
 def test_a_unet_is_read_in_the_dtype_asked_for(small_tokenizer, tmp_path):
     make_pipeline(small_tokenizer).save_pretrained(tmp_path / "model")
-    model = SD_Convert.open_model(tmp_path / "model")
+    model = sd.weights.read.open_model(tmp_path / "model")
     full, half = model.unet().state_dict(), model.unet(dtype=torch.bfloat16).state_dict()
     assert all(half[k].dtype == torch.bfloat16 and torch.equal(half[k], t.bfloat16()) for k, t in full.items())

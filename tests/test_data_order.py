@@ -16,10 +16,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent / "faults"))
 import micro
 
-import SD_Data
+import sd.data
+import sd.shards
 import SD_Model
-from data_pipeline import common
-from SD_Data import (
+from sd.data import (
     Batch,
     BucketOrder,
     LatentStore,
@@ -129,11 +129,11 @@ def test_weights_hold_over_any_window(weights):
 def test_caps_and_fractions_go_by_the_key(root):
     everything = split_of([source(root, "a")])
     keys = everything.keys.to_pylist()
-    by_hash = sorted(keys, key=common.key_fraction)
+    by_hash = sorted(keys, key=sd.shards.key_fraction)
     for cap in (5, 20):
         assert set(split_of([source(root, "a", cap=cap)]).keys.to_pylist()) == set(by_hash[:cap])
     half = split_of([source(root, "a")], 0.5).keys.to_pylist()
-    assert half == [k for k in keys if common.key_fraction(k) < 0.5] and 15 < len(half) < 45
+    assert half == [k for k in keys if sd.shards.key_fraction(k) < 0.5] and 15 < len(half) < 45
     both = split_of([source(root, "a", cap=40), source(root, "b")], 0.5)
     assert both.sizes == [min(40, len(half)), len([k for k in both.keys.to_pylist() if k.startswith("b/")])]
     assert split_of([source(root, "a", cap=1000)]).sizes == [60]
@@ -147,7 +147,7 @@ def test_latents_captions_and_ids_stay_with_their_key(root):
         for path in sorted(s.latents.glob("*.parquet")):
             array, table = np.load(path.with_suffix(".npy")), pq.read_table(path)
             stored |= {k: array[r] for k, r in zip(table["image_key"].to_pylist(), table["row"].to_pylist())}
-        keys, ids, captions = SD_Data.read_split(s.dataset, "train")
+        keys, ids, captions = sd.data.read_split(s.dataset, "train")
         told = dict(zip(keys.to_pylist(), zip(ids.tolist(), captions.to_pylist())))
         for i, key in enumerate(split.keys.to_pylist()):
             if key in stored:
@@ -158,11 +158,11 @@ def test_latents_captions_and_ids_stay_with_their_key(root):
 @pytest.mark.parametrize("text", ["a:x", "a:-1", "a:0", "a:nan", "a:inf", "a:1:0", "a:1:2:3", ":1", "a:1,b", ""])
 def test_faulty_mixtures_are_refused(text):
     with pytest.raises(SD_Model.InputError, match="--data wants"):
-        SD_Data.parse_sources({"dataset": None, "data_root": "data", "data": text})
+        sd.data.parse_sources({"dataset": None, "data_root": "data", "data": text})
 
 
 def test_mixtures_are_parsed():
-    a, b = SD_Data.parse_sources({"dataset": None, "data_root": "d", "data": "a:0.5, b:2:10"})
+    a, b = sd.data.parse_sources({"dataset": None, "data_root": "d", "data": "a:0.5, b:2:10"})
     assert (a.weight, a.cap, b.weight, b.cap, b.latents) == (0.5, None, 2.0, 10, Path("d/b/latents"))
 
 
@@ -243,7 +243,7 @@ def mirror(folder: Path, without: frozenset[str] | set[str] = frozenset(), seed:
     for path in sorted(folder.glob("*.parquet")):
         array, keys = np.load(path.with_suffix(".npy")), pq.read_table(path)["image_key"].to_pylist()
         rows = [(k, x) for k, x in zip(keys, array)]
-        rows += [(k + common.FLIP, x[:, :, ::-1]) for k, x in zip(keys, array) if k not in without]
+        rows += [(k + sd.shards.FLIP, x[:, :, ::-1]) for k, x in zip(keys, array) if k not in without]
         rows = [rows[i] for i in rng.permutation(len(rows))]
         np.save(path.with_suffix(".npy"), np.stack([x for _, x in rows]))
         pq.write_table(pa.table({"image_key": [k for k, _ in rows], "row": np.arange(len(rows), dtype="i4")}), path)
@@ -260,7 +260,7 @@ def test_half_of_the_showings_are_of_the_mirror_image(root):
     sources, positions = [source(root, "a"), source(root, "b")], np.arange(2000)
     plain = batch_of(split_of(sources), positions)
     keys = split_of(sources).keys.to_pylist()
-    without = {k for k in keys if common.key_fraction(k) < 0.2}
+    without = {k for k in keys if sd.shards.key_fraction(k) < 0.2}
     mirror(root / "a/latents", without)  # b has none at all
     split = split_of(sources)
     batch = batch_of(split, positions)
@@ -313,7 +313,7 @@ def test_without_mirror_images_the_draws_are_those_of_the_first_version(root):
     split = split_of([source(root, "a"), source(root, "b")])
     batch = batch_of(split, np.arange(30, 130))
     for i, index in enumerate(SampleOrder(split.sizes, None, 0).at(np.arange(30, 130))):
-        rng = SD_Data.generator(0, 0, 30 + i)
+        rng = sd.data.generator(0, 0, 30 + i)
         assert batch.t[i] == rng.integers(1000)
         assert (batch.ids[i].tolist() == split.ids[index].tolist()) == (rng.random() >= 0.1)
         assert (batch.noise[i].numpy() == rng.standard_normal((4, 8, 8), np.float32)).all()
@@ -321,7 +321,7 @@ def test_without_mirror_images_the_draws_are_those_of_the_first_version(root):
 
 
 def test_seen_tells_positions_and_keys_apart():
-    h = SD_Data.seen_hash
+    h = sd.data.seen_hash
     assert (h(0, "a") + h(1, "b")) % 2**64 != (h(0, "b") + h(1, "a")) % 2**64
     assert h(1, "1 a") != h(11, "a") and 0 <= h(0, "a") < 2**64
 

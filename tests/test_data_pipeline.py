@@ -24,7 +24,14 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image, ImageOps
 
-from data_pipeline import common, shapes
+import sd.errors
+import sd.files
+import sd.hashes
+import sd.pictures
+import sd.shapes
+import sd.shards
+import sd.text
+import sd.workers
 
 PIPELINE = Path(__file__).resolve().parent.parent / "data_pipeline"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -158,7 +165,7 @@ def decodable() -> dict[str, tuple[bytes, np.ndarray]]:
 @pytest.mark.filterwarnings("ignore:'mode' parameter is deprecated")
 def test_picture_is_decoded_right(name):
     data, expected = decodable()[name]
-    image = common.decode_image(data)
+    image = sd.pictures.decode_image(data)
     assert image.dtype == np.uint8 and image.shape == (40, 60, 3) and image.flags.c_contiguous
     assert np.abs(image.astype(int) - expected).max() <= 3
 
@@ -170,7 +177,7 @@ def test_exif_rotation_is_applied(kind, orientation):
     exif[0x0112] = orientation
     data = encode(PICTURE, kind, exif=exif.tobytes(), **({"lossless": True} if kind == "WEBP" else {"quality": 97}))
     expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
-    image = common.decode_image(data)
+    image = sd.pictures.decode_image(data)
     assert image.shape == expected.shape == ((60, 40, 3) if orientation > 4 else (40, 60, 3))
     assert np.abs(image.astype(int) - expected).max() <= 3
 
@@ -212,8 +219,8 @@ def undecodable() -> dict[str, tuple[bytes | None, str]]:
 @pytest.mark.parametrize("name", undecodable())
 def test_bad_bytes_are_rejected_by_reason(name):
     data, reason = undecodable()[name]
-    with pytest.raises(common.Reject) as caught:
-        common.decode_image(data)
+    with pytest.raises(sd.pictures.Reject) as caught:
+        sd.pictures.decode_image(data)
     assert caught.value.reason == reason
 
 
@@ -221,16 +228,16 @@ def test_every_cut_of_a_picture_is_rejected():
     for kind in ("JPEG", "PNG", "WEBP"):
         data = encode(PICTURE[:16, :16], kind)
         for end in range(len(data)):
-            with pytest.raises(common.Reject):
-                common.decode_image(data[:end])
+            with pytest.raises(sd.pictures.Reject):
+                sd.pictures.decode_image(data[:end])
 
 
 def test_huge_claim_allocates_nothing():
     import tracemalloc
 
     tracemalloc.start()
-    with pytest.raises(common.Reject):
-        common.decode_image(raw_png(40_000, 40_000, 8, 2, b"\0" * 100))
+    with pytest.raises(sd.pictures.Reject):
+        sd.pictures.decode_image(raw_png(40_000, 40_000, 8, 2, b"\0" * 100))
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
 
@@ -238,15 +245,15 @@ def test_huge_claim_allocates_nothing():
 def test_resize_crop():
     image = np.zeros((40, 100, 3), np.uint8)
     image[:, 30:70] = 200  # the square in the middle
-    assert (common.resize_crop(image, 20) == 200).all() and common.resize_crop(image, 20).shape == (20, 20, 3)
-    assert (common.resize_crop(image, 80) == 200).all() and common.resize_crop(image, 80).shape == (80, 80, 3)
+    assert (sd.pictures.resize_crop(image, 20) == 200).all() and sd.pictures.resize_crop(image, 20).shape == (20, 20, 3)
+    assert (sd.pictures.resize_crop(image, 80) == 200).all() and sd.pictures.resize_crop(image, 80).shape == (80, 80, 3)
     pair = np.array([[[0, 0, 0], [100, 100, 100]], [[100, 100, 100], [200, 200, 200]]], np.uint8)
-    assert (common.resize_crop(pair, 1) == 100).all()  # area averaging, not one of the four
-    assert (common.resize_crop(image, 40) == image[:, 30:70]).all()
+    assert (sd.pictures.resize_crop(pair, 1) == 100).all()  # area averaging, not one of the four
+    assert (sd.pictures.resize_crop(image, 40) == image[:, 30:70]).all()
     long = np.zeros((2, 50_000, 3), np.uint8)
-    assert common.resize_crop(long, 512).shape == (512, 512, 3)
+    assert sd.pictures.resize_crop(long, 512).shape == (512, 512, 3)
     with pytest.raises(ValueError, match="center"):
-        common.resize_crop(image, 20, crop="middle")
+        sd.pictures.resize_crop(image, 20, crop="middle")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -274,14 +281,14 @@ def test_samples_are_read(tmp_path):
     members = sample_members("a") + [("folder.v2/b.c.png", b"PNG"), ("folder.v2/b.txt", "\ufeff é ".encode())]
     members += [("lonely.txt", b"x"), ("J.JPG", b"up"), ("J.json", b"[1]"), ("noextension", b""), (".hidden", b"")]
     rejects = Counter()
-    samples = dict(common.iter_samples(make_tar(tmp_path / "0.tar", members), rejects))
+    samples = dict(sd.shards.iter_samples(make_tar(tmp_path / "0.tar", members), rejects))
     assert list(samples) == ["a", "folder.v2/b", "lonely", "J"]
     assert samples["a"] == {"image": b"JPG", "ext": "jpg", "txt": "a cat", "json": {"url": "u"}}
     assert samples["folder.v2/b"]["txt"] == "é" and samples["folder.v2/b"]["ext"] is None  # 'c.png' is no picture
     assert samples["lonely"]["image"] is None
     assert samples["J"] == {"image": b"up", "ext": "jpg", "txt": None, "json": {}}
     assert rejects == {"bad_json": 1}
-    skipped = dict(common.iter_samples(tmp_path / "0.tar", rejects, images=False))
+    skipped = dict(sd.shards.iter_samples(tmp_path / "0.tar", rejects, images=False))
     assert skipped["a"]["image"] is None and skipped["a"]["ext"] == "jpg" and skipped["a"]["txt"] == "a cat"
 
 
@@ -293,7 +300,7 @@ def test_hostile_members_are_left_out_and_counted(tmp_path):
     members = [*sample_members("a"), link, hard, ("../up.jpg", b"x"), ("/root.jpg", b"x"), ("x/../../up.jpg", b"x")]
     members += [("b.jpg", b"1"), ("b.png", b"2"), *sample_members("a", "again"), *sample_members("c")]
     rejects = Counter()
-    samples = dict(common.iter_samples(make_tar(tmp_path / "0.tar", members), rejects))
+    samples = dict(sd.shards.iter_samples(make_tar(tmp_path / "0.tar", members), rejects))
     assert list(samples) == ["a", "b", "c"] and samples["a"]["txt"] == "a cat" and samples["b"]["image"] == b"1"
     assert rejects == {"link": 2, "unsafe_name": 3, "duplicate_key": 2}
     assert [path.name for path in tmp_path.iterdir()] == ["0.tar"]
@@ -302,14 +309,14 @@ def test_hostile_members_are_left_out_and_counted(tmp_path):
 def test_cut_tar_yields_what_is_whole(tmp_path):
     whole = make_tar(tmp_path / "whole.tar", sum([sample_members(f"{i}", picture=b"x" * 700) for i in range(3)], []))
     data = whole.read_bytes()
-    expected = dict(common.iter_samples(whole))
+    expected = dict(sd.shards.iter_samples(whole))
     end = 3 * (1024 + 512 + 2 * (512 + 512))  # of the last member: picture 2 + 1 blocks, text and JSON 1 + 1 each
     cut = tmp_path / "cut.tar"
     seen = set()
     for length in range(0, end + 512, 256):
         cut.write_bytes(data[:length])
         rejects = Counter()
-        samples = dict(common.iter_samples(cut, rejects))
+        samples = dict(sd.shards.iter_samples(cut, rejects))
         assert all(samples[key] == expected[key] for key in samples)
         assert len(samples) >= length // (end // 3) - (length >= end) and rejects == {"cut_tar": 1}, length
         seen.add(len(samples))
@@ -318,48 +325,48 @@ def test_cut_tar_yields_what_is_whole(tmp_path):
     broken[end // 3 : end // 3 + 512] = b"\xaa" * 512  # a damaged header, at which tarfile stops without a word
     cut.write_bytes(broken)
     rejects = Counter()
-    assert list(dict(common.iter_samples(cut, rejects))) == ["0"] and rejects == {"cut_tar": 1}
+    assert list(dict(sd.shards.iter_samples(cut, rejects))) == ["0"] and rejects == {"cut_tar": 1}
 
 
 def test_captions_are_never_the_text_of_a_null():
     empty = {"image": b"", "ext": "jpg", "txt": None, "json": {}}
-    assert common.caption_of(empty) == ""
+    assert sd.shards.caption_of(empty) == ""
     for null in (None, float("nan")):
-        assert common.caption_of({**empty, "json": {"TEXT": null}}) == ""
-    assert common.caption_of({**empty, "json": {"TEXT": " nan bread "}}) == "nan bread"
-    assert common.caption_of({**empty, "txt": "", "json": {"caption": "other"}}) == ""
+        assert sd.shards.caption_of({**empty, "json": {"TEXT": null}}) == ""
+    assert sd.shards.caption_of({**empty, "json": {"TEXT": " nan bread "}}) == "nan bread"
+    assert sd.shards.caption_of({**empty, "txt": "", "json": {"caption": "other"}}) == ""
 
 
 def test_sources_and_keys(tmp_path):
-    assert common.source_of(tmp_path / "laion" / "images" / "00000.tar") == "laion"
-    assert common.source_of(tmp_path / "laion" / "tars" / "00000.tar") == "tars"
-    assert common.image_key("laion", "00012", "000120345") == "laion/00012/000120345"
+    assert sd.shards.source_of(tmp_path / "laion" / "images" / "00000.tar") == "laion"
+    assert sd.shards.source_of(tmp_path / "laion" / "tars" / "00000.tar") == "tars"
+    assert sd.shards.image_key("laion", "00012", "000120345") == "laion/00012/000120345"
     # a sample's split is for ever, over runs, machines and versions
-    assert common.key_fraction("laion/00012/000120345") == pytest.approx(0.7605449690581274, abs=1e-12)
+    assert sd.shards.key_fraction("laion/00012/000120345") == pytest.approx(0.7605449690581274, abs=1e-12)
     for name in ("00002.tar", "00000.tar", "other.txt"):
         (tmp_path / name).write_bytes(b"")
     expected = [tmp_path / "00000.tar", tmp_path / "00002.tar"]
-    assert common.list_shards(str(tmp_path)) == common.list_shards(str(tmp_path / "*")) == expected
+    assert sd.shards.list_shards(str(tmp_path)) == sd.shards.list_shards(str(tmp_path / "*")) == expected
     with pytest.raises(SystemExit) as stop:
-        common.list_shards(str(tmp_path / "missing"))
+        sd.shards.list_shards(str(tmp_path / "missing"))
     assert stop.value.code == 2
 
 
 def test_atomic_write_keeps_the_old_file(tmp_path):
     path = tmp_path / "file"
-    common.atomic_write(path, "old")
-    with pytest.raises(RuntimeError), common.atomic_path(path) as temporary:
+    sd.files.atomic_write(path, "old")
+    with pytest.raises(RuntimeError), sd.files.atomic_path(path) as temporary:
         temporary.write_text("new, but")
         raise RuntimeError
     assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 def test_seen_set():
-    seen = common.Hashes()
+    seen = sd.hashes.Hashes()
     seen.RECENT = 10  # so that the sorted part is used
 
     def add(texts):
-        return seen.add_new(common.hash_texts(pa.array(texts, pa.large_string())))
+        return seen.add_new(sd.hashes.hash_texts(pa.array(texts, pa.large_string())))
 
     assert add(["a", "b", "a"]).tolist() == [True, True, False]
     for start in range(0, 100, 20):
@@ -381,26 +388,26 @@ def test_shapes_are_a_function_of_the_seed(tmp_path):
         same = (tmp_path / "a" / "images" / name).read_bytes()
         assert same == (tmp_path / "b" / "images" / name).read_bytes()
         assert same != (tmp_path / "c" / "images" / name).read_bytes()
-    samples = dict(common.iter_samples(tmp_path / "a" / "images" / "00001.tar"))
+    samples = dict(sd.shards.iter_samples(tmp_path / "a" / "images" / "00001.tar"))
     assert len(samples) == 25
     key, sample = next(iter(samples.items()))
     assert key == "000010000"
-    picture, caption, metadata = shapes.row(3, 25, 64)
-    assert (common.decode_image(sample["image"]) == picture).all() and sample["txt"] == caption
+    picture, caption, metadata = sd.shapes.row(3, 25, 64)
+    assert (sd.pictures.decode_image(sample["image"]) == picture).all() and sample["txt"] == caption
     assert metadata.items() <= sample["json"].items()
     row = pq.read_table(tmp_path / "a" / "images" / "00001.parquet").slice(0, 1).to_pylist()[0]
     assert row == sample["json"] and {"aesthetic", "similarity", "pwatermark", "punsafe", "width", "url"} <= set(row)
 
 
 def test_held_out_pairs_are_never_drawn_or_named():
-    rows = [shapes.row(0, index, 16) for index in range(4000)]
+    rows = [sd.shapes.row(0, index, 16) for index in range(4000)]
     for _, caption, truth in rows:
-        assert (truth["shape"], truth["colour"]) not in shapes.HELD_OUT
-        assert not any(f"{colour} {shape}" in caption for shape, colour in shapes.HELD_OUT)
+        assert (truth["shape"], truth["colour"]) not in sd.shapes.HELD_OUT
+        assert not any(f"{colour} {shape}" in caption for shape, colour in sd.shapes.HELD_OUT)
     drawn = Counter((truth["shape"], truth["colour"]) for _, _, truth in rows)
-    assert set(drawn) == set(shapes.TRAINED) and len(shapes.TRAINED) + len(shapes.HELD_OUT) == 32
-    assert 0.15 <= len(shapes.HELD_OUT) / 32 <= 0.25
-    assert all(sum(colour == pair[1] for pair in shapes.TRAINED) >= 3 for colour in shapes.COLOURS)
+    assert set(drawn) == set(sd.shapes.TRAINED) and len(sd.shapes.TRAINED) + len(sd.shapes.HELD_OUT) == 32
+    assert 0.15 <= len(sd.shapes.HELD_OUT) / 32 <= 0.25
+    assert all(sum(colour == pair[1] for pair in sd.shapes.TRAINED) >= 3 for colour in sd.shapes.COLOURS)
     captions = [caption for _, caption, truth in rows if truth["flaw"] is None]
     full = sum(" in the " in c and " on a " in c and c.startswith("a") for c in captions) / len(captions)
     assert 0.72 < full < 0.79  # 75 %, and one in sixteen of the last 6 %
@@ -411,15 +418,17 @@ def test_held_out_pairs_are_never_drawn_or_named():
 
 
 def test_prompts():
-    prompts = shapes.prompts("held_out", 256, 0)
-    assert len(prompts) == 256 and prompts == shapes.prompts("held_out", 256, 0) != shapes.prompts("held_out", 256, 1)
-    assert {(p["shape"], p["colour"]) for p in prompts} == set(shapes.HELD_OUT)
+    prompts = sd.shapes.shape_prompts("held_out", 256, 0)
+    assert len(prompts) == 256 and prompts == sd.shapes.shape_prompts("held_out", 256, 0) != sd.shapes.shape_prompts(
+        "held_out", 256, 1
+    )
+    assert {(p["shape"], p["colour"]) for p in prompts} == set(sd.shapes.HELD_OUT)
     for p in prompts:
         words = {name: p[name] for name in ("shape", "colour", "position", "background")}
-        assert p["prompt"] == shapes.caption(**words)
+        assert p["prompt"] == sd.shapes.caption(**words)
     assert max(Counter(p["prompt"] for p in prompts).values()) == 3  # 90 combinations
-    trained = {(p["shape"], p["colour"]) for p in shapes.prompts("trained", 390, 0)}
-    assert trained == set(shapes.TRAINED)
+    trained = {(p["shape"], p["colour"]) for p in sd.shapes.shape_prompts("trained", 390, 0)}
+    assert trained == set(sd.shapes.TRAINED)
 
 
 def test_kill_in_the_middle_of_a_shard(tmp_path):
@@ -436,7 +445,7 @@ def test_kill_in_the_middle_of_a_shard(tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait()
     finished = {path: path.stat().st_mtime_ns for path in images.glob("*.tar")}
-    assert 2 <= len(finished) < 10 and not common.read_json(images / "manifest.json")["complete"]
+    assert 2 <= len(finished) < 10 and not sd.files.read_json(images / "manifest.json")["complete"]
     run("00_make_shapes.py", *arguments)
     assert all(path.stat().st_mtime_ns == before for path, before in finished.items())
     run("00_make_shapes.py", "--out", tmp_path / "whole", *arguments[2:])
@@ -475,7 +484,7 @@ def test_filter_drops_exactly_the_flawed_shapes(tmp_path):
     rows = [row for path in sorted((tmp_path / "images").glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
     kept = [row for path in sorted((tmp_path / "kept").glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
     assert kept == [row for row in rows if row["flaw"] is None] and len(kept) < len(rows)
-    manifest = common.read_json(tmp_path / "kept" / "manifest.json")
+    manifest = sd.files.read_json(tmp_path / "kept" / "manifest.json")
     assert manifest["rows"] == 1500 == manifest["kept"] + sum(manifest["dropped"].values())
     assert manifest["kept"] == len(kept) and all(manifest["dropped"][r] for r in ("missing", "aesthetic", "unsafe"))
 
@@ -502,7 +511,7 @@ def test_filter_funnel(tmp_path):
     arguments = ["--in", tmp_path / "in", "--out", tmp_path / "out", "--min_width", 512, "--max_aspect", 2]
     arguments += ["--min_aesthetic", 6.5, "--max_caption", 10, "--drop_duplicate_urls"]
     done = run("02_filter.py", *arguments)
-    manifest = common.read_json(tmp_path / "out" / "manifest.json")
+    manifest = sd.files.read_json(tmp_path / "out" / "manifest.json")
     assert manifest["dropped"] == {
         "missing": 4,  # a null caption, NaN and null scores, a null URL
         "width": 1,
@@ -523,7 +532,7 @@ def test_filter_funnel(tmp_path):
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.parquet")}
     run("02_filter.py", *arguments)
     assert all(path.stat().st_mtime_ns == when for path, when in before.items())
-    assert common.read_json(tmp_path / "out" / "manifest.json") == manifest
+    assert sd.files.read_json(tmp_path / "out" / "manifest.json") == manifest
     (tmp_path / "out" / "b.parquet").unlink()
     run("02_filter.py", *arguments)
     assert (tmp_path / "out" / "a.parquet").stat().st_mtime_ns == before[tmp_path / "out" / "a.parquet"]
@@ -558,7 +567,7 @@ def test_filter_reads_a_column_of_nulls(tmp_path):
     write_rows(tmp_path / "a.parquet", caption=[nan, nan], url=["a", "b"])  # pandas' way to write nulls
     write_rows(tmp_path / "b.parquet", caption=pa.nulls(3), url=["a", "b", "c"])
     run("02_filter.py", "--in", tmp_path, "--out", tmp_path / "out")
-    assert common.read_json(tmp_path / "out" / "manifest.json")["dropped"] == {"missing": 5, "caption_short": 0}
+    assert sd.files.read_json(tmp_path / "out" / "manifest.json")["dropped"] == {"missing": 5, "caption_short": 0}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -586,7 +595,7 @@ def token_arguments(folder: Path) -> list:
 
 def test_clip_ids(clip_tokenizer):
     texts = ["a photo of an astronaut riding a horse on mars", "", "word " * 200, "two  spaces", "two spaces"]
-    ids = common.tokenize(clip_tokenizer, texts + ["résumé", "re\u0301sume\u0301", "you've 🙂"])
+    ids = sd.text.tokenize(clip_tokenizer, texts + ["résumé", "re\u0301sume\u0301", "you've 🙂"])
     assert ids.dtype == np.int32 and ids.shape == (8, 77)
     known = [49406, 320, 1125, 539, 550, 18376, 6765, 320, 4558, 525, 7496, 49407]
     assert ids[0].tolist() == known + [49407] * 65
@@ -597,16 +606,16 @@ def test_clip_ids(clip_tokenizer):
 
 
 def test_own_tokenizer(drawn):
-    tokenizer = common.load_tokenizer(str(drawn / "tokenizer"))
+    tokenizer = sd.text.load_tokenizer(str(drawn / "tokenizer"))
     assert type(tokenizer).__name__ == "CLIPTokenizer" and tokenizer.model_max_length == 16 and len(tokenizer) <= 600
     start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     assert end == len(tokenizer) - 1 == tokenizer.pad_token_id and start == end - 1
     texts = ["A Red circle", "a red  circle", "", "漢字 🙂 Ünï zebra", "a circle " * 20]
-    ids = common.tokenize(tokenizer, texts)
+    ids = sd.text.tokenize(tokenizer, texts)
     assert (ids[0] == ids[1]).all() and ids[0, :5].tolist() == [start, *ids[0, 1:4], end] and ids.shape == (5, 16)
     assert ids[2].tolist() == [start] + [end] * 15
     assert (ids[3] == end).sum() == 1 and ids[3, -1] == end  # unseen words are bytes, not one unknown token
-    assert tokenizer.decode(common.tokenize(tokenizer, ["zebra Ünï"])[0], skip_special_tokens=True) == "zebra ünï"
+    assert tokenizer.decode(sd.text.tokenize(tokenizer, ["zebra Ünï"])[0], skip_special_tokens=True) == "zebra ünï"
     assert ids[4, -1] == end and ids[4, -2] != end
     words = tokenizer.tokenize("a red circle in the top left on a white background")
     assert words == [f"{w}</w>" for w in "a red circle in the top left on a white background".split()]
@@ -617,19 +626,19 @@ def test_own_tokenizer(drawn):
 
 
 def test_tokenizer_hash_tells_tokenizers_apart(drawn, tmp_path):
-    tokenizer = common.load_tokenizer(str(drawn / "tokenizer"))
-    known = common.tokenizer_hash(tokenizer)
-    common.tokenize(tokenizer, ["padding and truncation leave no trace"])
+    tokenizer = sd.text.load_tokenizer(str(drawn / "tokenizer"))
+    known = sd.text.tokenizer_hash(tokenizer)
+    sd.text.tokenize(tokenizer, ["padding and truncation leave no trace"])
     tokenizer.save_pretrained(tmp_path)
-    assert known == common.tokenizer_hash(common.load_tokenizer(str(tmp_path)))
+    assert known == sd.text.tokenizer_hash(sd.text.load_tokenizer(str(tmp_path)))
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "model_max_length": 20}))
-    assert known != common.tokenizer_hash(common.load_tokenizer(str(tmp_path)))
+    assert known != sd.text.tokenizer_hash(sd.text.load_tokenizer(str(tmp_path)))
 
 
 def test_tokens(drawn):
-    manifest = common.read_json(drawn / "tokens" / "manifest.json")
-    filtered = common.read_json(drawn / "filtered" / "manifest.json")
+    manifest = sd.files.read_json(drawn / "tokens" / "manifest.json")
+    filtered = sd.files.read_json(drawn / "filtered" / "manifest.json")
     assert manifest["rows"] == filtered["kept"] and manifest["left_out"] == {"not_kept": 900 - filtered["kept"]}
     assert manifest["rows"] == sum(manifest["shards"].values())
     table = pq.read_table(drawn / "tokens" / "00001.parquet")
@@ -639,17 +648,17 @@ def test_tokens(drawn):
     assert table["sha256"].to_pylist() == kept["sha256"].to_pylist()
     assert table["aesthetic"].to_pylist() == pytest.approx(kept["aesthetic"].to_pylist())
     assert table.schema.field("input_ids").type == pa.list_(pa.int32(), 16)
-    tokenizer = common.load_tokenizer(str(drawn / "tokenizer"))
+    tokenizer = sd.text.load_tokenizer(str(drawn / "tokenizer"))
     ids = np.array(table["input_ids"].to_pylist())
-    assert (ids == common.tokenize(tokenizer, table["caption"].to_pylist())).all()
-    assert manifest["tokenizer_hash"] == common.tokenizer_hash(tokenizer) and manifest["max_length"] == 16
+    assert (ids == sd.text.tokenize(tokenizer, table["caption"].to_pylist())).all()
+    assert manifest["tokenizer_hash"] == sd.text.tokenizer_hash(tokenizer) and manifest["max_length"] == 16
     lengths = [len(tokenizer(c)["input_ids"]) for p in manifest["shards"] for c in captions(drawn / "tokens" / p)]
     assert manifest["tokens"] == sum(lengths) and manifest["truncated"] == 0
 
     before = {path: path.stat().st_mtime_ns for path in (drawn / "tokens").glob("*.parquet")}
     run("04_tokenise.py", *token_arguments(drawn))
     assert all(path.stat().st_mtime_ns == when for path, when in before.items())
-    assert common.read_json(drawn / "tokens" / "manifest.json") == manifest
+    assert sd.files.read_json(drawn / "tokens" / "manifest.json") == manifest
 
 
 def captions(path: Path) -> list[str]:
@@ -669,7 +678,7 @@ def test_tokens_of_a_poor_shard(drawn, tmp_path):
     (images / "00001.tar").write_bytes(data[:4000])
     arguments = ["--in", images, "--tokenizer", drawn / "tokenizer"]
     run("04_tokenise.py", *arguments, "--out", tmp_path / "one")
-    manifest = common.read_json(tmp_path / "one" / "manifest.json")
+    manifest = sd.files.read_json(tmp_path / "one" / "manifest.json")
     assert manifest["left_out"] == {"cut_tar": 1, "empty_caption": 2, "no_image": 1}
     assert manifest["truncated"] == 1 and manifest["rows"] == 4
     rows = pq.read_table(tmp_path / "one" / "00000.parquet").to_pylist()
@@ -697,21 +706,21 @@ def test_tokens_of_two_processes(drawn, tmp_path):
 
 def test_dataset_opens_with_the_datasets_library(drawn):
     datasets = pytest.importorskip("datasets")
-    manifest = common.read_json(drawn / "dataset" / "manifest.json")
+    manifest = sd.files.read_json(drawn / "dataset" / "manifest.json")
     opened = datasets.load_from_disk(str(drawn / "dataset"))
     assert {name: len(split) for name, split in opened.items()} == manifest["counts"]
     rows = pa.concat_tables(pq.read_table(p) for p in sorted((drawn / "tokens").glob("*.parquet"))).to_pylist()
     names = ("image_key", "input_ids", "caption")
     expected = {"train": [], "val": []}
     for row in rows:
-        split = "val" if common.key_fraction(row["image_key"]) < 0.1 else "train"
+        split = "val" if sd.shards.key_fraction(row["image_key"]) < 0.1 else "train"
         expected[split].append({name: row[name] for name in names})
     assert opened["train"].to_list() == expected["train"] and opened["val"].to_list() == expected["val"]
     assert 0.05 < len(expected["val"]) / len(rows) < 0.15
     feature = opened["train"].features["input_ids"]
     assert feature.length == 16 and feature.feature.dtype == "int32"
     assert manifest["max_length"] == 16 and manifest["sources"] == ["shapes"]
-    assert manifest["tokenizer_hash"] == common.read_json(drawn / "tokens" / "manifest.json")["tokenizer_hash"]
+    assert manifest["tokenizer_hash"] == sd.files.read_json(drawn / "tokens" / "manifest.json")["tokenizer_hash"]
 
 
 def read_split(folder: Path, split: str) -> list[str]:
@@ -724,12 +733,12 @@ def read_split(folder: Path, split: str) -> list[str]:
 def copy_tokens(source: Path, target: Path, **changes) -> Path:
     """A token folder with a changed manifest; shards=[...] keeps only those."""
     target.mkdir(parents=True)
-    manifest = {**common.read_json(source / "manifest.json"), **changes}
+    manifest = {**sd.files.read_json(source / "manifest.json"), **changes}
     manifest["shards"] = {name: pq.read_metadata(source / name).num_rows for name in manifest["shards"]}
     manifest["rows"] = sum(manifest["shards"].values())
     for name in manifest["shards"]:
         (target / name).write_bytes((source / name).read_bytes())
-    common.write_manifest(target, manifest)
+    sd.files.write_manifest(target, manifest)
     return target
 
 
@@ -792,7 +801,7 @@ def pictures(tmp_path) -> Path:
 
 
 def read_all(out: Path) -> list[tuple[str, dict]]:
-    return [sample for tar in common.list_shards(str(out / "images")) for sample in common.iter_samples(tar)]
+    return [sample for tar in sd.shards.list_shards(str(out / "images")) for sample in sd.shards.iter_samples(tar)]
 
 
 def test_folder_with_text_files(pictures, tmp_path):
@@ -801,7 +810,7 @@ def test_folder_with_text_files(pictures, tmp_path):
     assert [(s["txt"], s["ext"]) for _, s in samples] == [("the letter A", "png"), ("a lion", "jpg")]
     assert samples[1][1]["image"] == (pictures / "big_cats" / "old-lion_king.jpg").read_bytes()  # copied as it is
     assert samples[1][1]["json"]["url"] == "file:big_cats/old-lion_king.jpg" and samples[1][1]["json"]["width"] == 60
-    manifest = common.read_json(tmp_path / "mine" / "images" / "manifest.json")
+    manifest = sd.files.read_json(tmp_path / "mine" / "images" / "manifest.json")
     assert manifest["pictures"] == 2 and manifest["rejected"] == {"no_caption": 1, "truncated": 1}
     (pictures / "new.png").write_bytes(encode(PICTURE, "PNG"))
     assert "another --out" in run("01f_folder.py", "--in", pictures, "--out", tmp_path / "mine", status=2)
@@ -824,7 +833,7 @@ def test_folder_with_template_and_size(pictures, tmp_path):
     samples = read_all(tmp_path / "mine")
     assert [s["txt"] for _, s in samples] == ["a A in pictures", "a old lion king in big cats", "a silent in pictures"]
     for _, sample in samples:
-        assert common.decode_image(sample["image"]).shape == (32, 32, 3) and sample["ext"] == "jpg"
+        assert sd.pictures.decode_image(sample["image"]).shape == (32, 32, 3) and sample["ext"] == "jpg"
         assert sample["json"]["original_width"] == 60 and sample["json"]["width"] == 32
     assert [key for key, _ in samples] == ["000000000", "000000001", "000010001"]
     run("01f_folder.py", "--in", pictures, "--out", tmp_path / "b", "--template", "a {colour} one", status=2)
@@ -843,7 +852,7 @@ def test_folder_with_a_list(pictures, tmp_path, kind):
         path.write_text("\n".join(map(json.dumps, rows)))
     run("01f_folder.py", "--in", pictures, "--out", tmp_path / "mine", "--captions", path)
     assert [s["txt"] for _, s in read_all(tmp_path / "mine")] == ['an "A", red']
-    manifest = common.read_json(tmp_path / "mine" / "images" / "manifest.json")
+    manifest = sd.files.read_json(tmp_path / "mine" / "images" / "manifest.json")
     assert manifest["rejected"] == {"no_caption": 3}
     path.write_text("name\nx\n" if kind == "csv" else '{"name": 1}\n')
     done = run("01f_folder.py", "--in", pictures, "--out", tmp_path / "b", "--captions", path, status=2)
@@ -857,7 +866,7 @@ def test_openmoji(tmp_path):
     samples = read_all(tmp_path)
     assert len(samples) == 40
     for _, sample in samples:
-        image = common.decode_image(sample["image"])
+        image = sd.pictures.decode_image(sample["image"])
         assert image.shape == (64, 64, 3) and (image[:2] == 255).mean() > 0.5  # on white, not on black
         assert sample["txt"] == "an emoji of " + sample["json"]["name"] and image.std() > 5
     module = load("01h_openmoji.py")
@@ -887,16 +896,16 @@ def test_system_faults_are_one_sentence(tmp_path, capsys):
         raise OSError(28, "No space left on device", "00000.tar")
 
     with pytest.raises(SystemExit) as stop:
-        common.run_script(no_space)
+        sd.errors.run(no_space)
     assert stop.value.code == 2
     assert capsys.readouterr().err.startswith("error: 00000.tar: No space left on device")
 
 
 def test_parallel_gives_all_results_and_passes_failures_on(capsys):
-    assert sorted(common.parallel(pow, [(i, 2) for i in range(20)], 2)) == [i * i for i in range(20)]
-    assert list(common.parallel(pow, [(2, 3)], 1)) == [8]
-    with pytest.raises(common.WorkerFailure, match="no such thing"):
-        list(common.parallel(common.fail, [("no such thing",)], 2))
+    assert sorted(sd.workers.parallel(pow, [(i, 2) for i in range(20)], 2)) == [i * i for i in range(20)]
+    assert list(sd.workers.parallel(pow, [(2, 3)], 1)) == [8]
+    with pytest.raises(sd.errors.InputError, match="no such thing"):
+        list(sd.workers.parallel(sd.errors.InputError, [("no such thing",)], 2))
     with pytest.raises(SystemExit):
-        common.run_script(lambda: list(common.parallel(common.fail, [("no such thing",)], 2)))
+        sd.errors.run(lambda: list(sd.workers.parallel(sd.errors.InputError, [("no such thing",)], 2)))
     assert capsys.readouterr().err == "error: no such thing\n"

@@ -23,7 +23,9 @@ import pytest
 from test_data_pipeline import ENVIRONMENT, PIPELINE, load, run, run_process
 from web import server
 
-from data_pipeline import common
+import sd.files
+import sd.pictures
+import sd.shards
 
 ROOT = PIPELINE.parent
 DOWNLOAD = load("03_download.py")
@@ -70,7 +72,7 @@ def samples(out: Path) -> dict[int, dict]:
     found = {}
     for tar in sorted((out / "images").glob("*.tar")):
         rejects = common.Counter()
-        for _, sample in common.iter_samples(tar, rejects):
+        for _, sample in sd.shards.iter_samples(tar, rejects):
             assert found.setdefault(number_of(sample["json"]["url"]), sample) is sample
         assert not rejects
     return found
@@ -88,7 +90,7 @@ def test_web_with_faults(tmp_path):
         source = write_input(tmp_path / "filtered", base, numbers)
         out = tmp_path / "data"
         run_process("03_download.py", *command(source, out, "--rounds", 2, "--shard_size", 60))
-    manifest = common.read_json(out / "images" / "manifest.json")
+    manifest = sd.files.read_json(out / "images" / "manifest.json")
     wanted = {n for n in numbers if server.succeeds(n)}
     found = samples(out)
     assert set(found) == wanted and len(wanted) == 93
@@ -103,9 +105,9 @@ def test_web_with_faults(tmp_path):
         assert sample["json"]["aesthetic"] == pytest.approx(n / 100) and sample["json"]["row_id"] == n
         assert sample["json"]["original_width"] == 48 + n % 64
         original = cv2.imdecode(np.frombuffer(server.picture(n), np.uint8), cv2.IMREAD_COLOR)[:, :, ::-1]
-        height, width = common.decode_image(sample["image"]).shape[:2]
+        height, width = sd.pictures.decode_image(sample["image"]).shape[:2]
         assert (width, height) == original.shape[1::-1]  # shorter sides are 64 or less: nothing is scaled up
-        assert np.abs(common.decode_image(sample["image"]) - original.astype(float)).mean() < 4
+        assert np.abs(sd.pictures.decode_image(sample["image"]) - original.astype(float)).mean() < 4
     before = {path: path.stat().st_mtime_ns for path in (out / "images").iterdir()}
     run_process("03_download.py", *command(source, out, "--rounds", 2, "--shard_size", 60))  # all done
     assert {p for p in before if p.stat().st_mtime_ns != before[p]} == {out / "images" / "manifest.json"}
@@ -260,7 +262,7 @@ def test_two_thousand_pictures_with_five_kills(tmp_path):
     assert set(one) == set(other) == {n for n in numbers if server.succeeds(n)}
     assert all(one[n]["image"] == other[n]["image"] and one[n]["txt"] == other[n]["txt"] for n in one)
     for out in (calm, data):
-        manifest = common.read_json(out / "images" / "manifest.json")
+        manifest = sd.files.read_json(out / "images" / "manifest.json")
         assert manifest["urls"] == 2000 == manifest["pictures"] + sum(manifest["rejected"].values())
         assert manifest["rejected"] == expected_counts(numbers)
 
@@ -272,7 +274,7 @@ def test_two_thousand_pictures_with_five_kills(tmp_path):
             str(data / "tokens"), "--tokenizer", str(tokenizer)])  # fmt: skip
     finish(["data_pipeline/05_build_hf_dataset.py", "--in", str(data / "tokens"), "--out", str(data / "dataset"),
             "--val_fraction", "0.05"])  # fmt: skip
-    dataset = common.read_json(data / "dataset" / "manifest.json")
+    dataset = sd.files.read_json(data / "dataset" / "manifest.json")
     wanted = [n for n in other if n >= 200]  # aesthetic is number / 100
     assert sum(dataset["counts"].values()) == len(wanted)
 

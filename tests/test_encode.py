@@ -19,10 +19,13 @@ import torch
 from conftest import randomise
 
 import encode_latents
-import SD_Convert
-import SD_Data
+import sd.data
+import sd.errors
+import sd.pictures
+import sd.shards
+import sd.speed
+import sd.weights.parts
 import SD_Model
-from data_pipeline import common
 
 SIZE = 32
 CONFIG = SD_Model.VAEConfig(
@@ -42,7 +45,7 @@ def jpeg(seed: int) -> bytes:
 
 def write_tar(folder: Path, name: str, members: list[tuple[str, bytes, str]]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    with common.ShardWriter(folder / f"{name}.tar") as shard:
+    with sd.shards.ShardWriter(folder / f"{name}.tar") as shard:
         for key, data, extension in members:
             shard.add(key, data, extension, "a picture", {})
     return folder / f"{name}.tar"
@@ -52,7 +55,7 @@ def write_shards(folder: Path, shards: int, per_shard: int = 5) -> Path:
     """Tars 00000, 00001, ... of PNGs, whose keys and contents are all different."""
     for n in range(shards):
         seeds = range(100 * n, 100 * n + per_shard)
-        write_tar(folder, f"{n:05d}", [(f"{s:09d}", common.encode_png(picture(s)), "png") for s in seeds])
+        write_tar(folder, f"{n:05d}", [(f"{s:09d}", sd.pictures.encode_png(picture(s)), "png") for s in seeds])
     return folder
 
 
@@ -62,7 +65,7 @@ def save_vae(folder: Path, seed: int = 0, change=None) -> SD_Model.VAE:
     with torch.no_grad():
         if change:
             change(vae)
-    SD_Convert.save_vae(vae, folder)
+    sd.weights.parts.save_vae(vae, folder)
     return vae
 
 
@@ -84,7 +87,7 @@ def refused(capsys, function, *args) -> str:
     """The line that bad input gets on stderr, after progress bars at most; the program ends with exit status 2."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
-        common.run_script(lambda: SD_Model.run_cli(lambda: function(*args)))
+        sd.errors.run(lambda: SD_Model.run_cli(lambda: function(*args)))
     bars = ("reading:", "training:", "encoding:")
     lines = [line for line in capsys.readouterr().err.splitlines() if line and not line.startswith(bars)]
     assert stop.value.code == 2
@@ -188,7 +191,7 @@ def test_scaled_exactly_once(tmp_path):
 
     vae = save_vae(tmp_path / "vae", change=make_std_549)
     encode(images, tmp_path / "vae", tmp_path / "latents")
-    store = SD_Data.LatentStore(tmp_path / "latents", pretouch=False)
+    store = sd.data.LatentStore(tmp_path / "latents", pretouch=False)
     loaded = np.stack([store.arrays[s][r] for s, r in zip(store.shard, store.row, strict=True)]).astype(np.float32)
     assert loaded.std() == pytest.approx(1.0, abs=0.002)
     assert manifest(tmp_path / "latents")["scaled"] is True
@@ -231,20 +234,20 @@ def test_latents_do_not_depend_on_the_batch(setup, tmp_path):
 
 def test_bad_bytes_among_good_pictures(tmp_path):
     """Case 22: each is counted by reason, and the next good picture has its own latents under its own key."""
-    small = common.encode_png(picture(7))
+    small = sd.pictures.encode_png(picture(7))
     bomb = small[:16] + (40_000).to_bytes(4, "big") * 2 + small[24:]
     bomb = bomb[:29] + zlib.crc32(bomb[12:29]).to_bytes(4, "big") + bomb[33:]
     whole = jpeg(1)
     members = [
-        ("a0", common.encode_png(picture(0)), "png"),
+        ("a0", sd.pictures.encode_png(picture(0)), "png"),
         ("bad0", whole[: len(whole) * 2 // 3], "jpg"),
-        ("a1", common.encode_png(picture(1)), "png"),
+        ("a1", sd.pictures.encode_png(picture(1)), "png"),
         ("bad1", b"", "jpg"),
         ("bad2", b"<!DOCTYPE html><html>404</html>", "jpg"),
         ("bad3", bomb, "png"),
-        ("a2", common.encode_png(picture(2)), "png"),
+        ("a2", sd.pictures.encode_png(picture(2)), "png"),
         ("bad4", b"\x00\x01\x02 not a picture", "webp"),
-        ("a3", common.encode_png(picture(3)), "png"),
+        ("a3", sd.pictures.encode_png(picture(3)), "png"),
     ]
     write_tar(tmp_path / "images", "00000", members)
     vae = save_vae(tmp_path / "vae")
@@ -343,7 +346,7 @@ def test_changed_pictures_are_encoded_again(setup, tmp_path):
     encode(images, folder, out)
     before = fingerprints(out)
     new = [picture(s) for s in range(500, 505)]
-    write_tar(images, "00001", [(f"{500 + i:09d}", common.encode_png(p), "png") for i, p in enumerate(new)])
+    write_tar(images, "00001", [(f"{500 + i:09d}", sd.pictures.encode_png(p), "png") for i, p in enumerate(new)])
     whole = (out / "00002.npy").read_bytes()
     for damaged in (whole[:-10], b""):
         (out / "00002.npy").write_bytes(damaged)
@@ -365,7 +368,7 @@ def test_a_new_shard_joins(setup, tmp_path):
     out = tmp_path / "latents"
     encode(images, folder, out)
     before = fingerprints(out)
-    write_tar(images, "00003", [("000000900", common.encode_png(picture(900)), "png")])
+    write_tar(images, "00003", [("000000900", sd.pictures.encode_png(picture(900)), "png")])
     encode(images, folder, out)
     assert manifest(out)["count"] == 16 and manifest(out)["shards"] == 4
     assert {n: v for n, v in fingerprints(out).items() if not n.startswith("00003")} == before
@@ -424,7 +427,7 @@ def test_kill_9_while_a_changed_shard_is_replaced(setup, tmp_path):
     images, folder, vae = setup
     out = tmp_path / "latents"
     encode(images, folder, out)
-    write_tar(images, "00001", [("000000500", common.encode_png(picture(500)), "png")])
+    write_tar(images, "00001", [("000000500", sd.pictures.encode_png(picture(500)), "png")])
 
     def run_until_killed():
         encode_latents.pq.write_table = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
@@ -458,7 +461,7 @@ def test_bad_input_gets_one_sentence(setup, tmp_path, capsys):
     assert "no_vae, and there is no such" in refused(capsys, encode, images, tmp_path / "no_vae", out)
     assert "multiples of 8" in refused(capsys, encode, images, folder, out, "--size", "36")
     assert "--images and --out" in refused(capsys, encode_latents.main, ["--images", str(images)])
-    write_tar(tmp_path / "things" / "more", "00000", [("a", common.encode_png(picture(0)), "png")])
+    write_tar(tmp_path / "things" / "more", "00000", [("a", sd.pictures.encode_png(picture(0)), "png")])
     assert "more than one 00000.tar" in refused(capsys, encode, tmp_path / "things" / "*" / "*.tar", folder, out)
     assert not out.exists()
     (tmp_path / "file").write_text("in the way")
@@ -480,7 +483,7 @@ def test_exit_status_of_the_program(tmp_path, monkeypatch, capfd):
 
 def test_benchmark_ends_with_json(setup, capsys, monkeypatch):
     _, folder, _ = setup
-    monkeypatch.setattr(encode_latents, "WARM_UP_S", 0.1)
+    monkeypatch.setattr(sd.speed, "WARM_UP_S", 0.1)
     for flags in ([], ["--benchmark_decode"]):
         encode_latents.main(
             ["--benchmark", "0.3", "--vae", str(folder), "--size", "32", "--batch", "2", "--device", "cpu", *flags]
@@ -495,7 +498,7 @@ def test_benchmark_ends_with_json(setup, capsys, monkeypatch):
 
 def test_decoding_is_timed_by_the_picture(tmp_path, monkeypatch):
     """A decoder that waits 20 ms a picture takes that much longer a picture."""
-    tar, read = encode_latents.synthetic_tar(tmp_path, 32, 6), cv2.imdecode
-    threads, plain = cv2.getNumThreads(), encode_latents.decode_ms(tar, 32, 2)
+    tar, read = sd.speed.synthetic_tar(tmp_path, 32, 6), cv2.imdecode
+    threads, plain = cv2.getNumThreads(), sd.speed.decode_ms(tar, 32, 2)
     monkeypatch.setattr(cv2, "imdecode", lambda *args: time.sleep(0.02) or read(*args))
-    assert cv2.getNumThreads() == threads and plain < 10 and 18 < encode_latents.decode_ms(tar, 32, 2) - plain < 30
+    assert cv2.getNumThreads() == threads and plain < 10 and 18 < sd.speed.decode_ms(tar, 32, 2) - plain < 30

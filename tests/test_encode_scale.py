@@ -35,9 +35,14 @@ from test_encode import (
 )
 
 import encode_latents
-import SD_Convert
-import SD_Data
-from data_pipeline import common
+import sd.data
+import sd.encoder
+import sd.latents
+import sd.locks
+import sd.pictures
+import sd.shards
+import sd.stream
+import sd.weights.parts
 
 
 def record(out: Path, shard: str) -> dict:
@@ -45,7 +50,7 @@ def record(out: Path, shard: str) -> dict:
 
 
 def png_tar(folder: Path, name: str, pictures: dict[str, np.ndarray]) -> Path:
-    return write_tar(folder, name, [(key, common.encode_png(image), "png") for key, image in pictures.items()])
+    return write_tar(folder, name, [(key, sd.pictures.encode_png(image), "png") for key, image in pictures.items()])
 
 
 def rejects(out: Path) -> set[tuple[str, str]]:
@@ -65,8 +70,8 @@ def vae(tmp_path):
 @pytest.mark.parametrize("shape", [(40, 40), (32, 90), (90, 32), (20, 31), (1, 300)])
 def test_cut_is_the_crop_of_the_other_scripts(shape):
     image = np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
-    assert (common.cut(image, (SIZE, SIZE)) == common.resize_crop(image, SIZE)).all()
-    assert common.cut(image, (24, 40), at=0.999999).shape == (24, 40, 3)
+    assert (sd.pictures.cut(image, (SIZE, SIZE)) == sd.pictures.resize_crop(image, SIZE)).all()
+    assert sd.pictures.cut(image, (24, 40), at=0.999999).shape == (24, 40, 3)
 
 
 def test_random_crop_belongs_to_the_key(tmp_path, vae):
@@ -81,7 +86,7 @@ def test_random_crop_belongs_to_the_key(tmp_path, vae):
     assert distance.min(axis=1).max() < 0.01 < np.sort(distance, axis=1)[:, 1].min()
     offsets = distance.argmin(axis=1)
     assert len(set(offsets)) >= 12 and abs(offsets.mean() - 7.5) < 2.5
-    assert abs(np.corrcoef(offsets, [common.key_fraction(key) for key in found])[0, 1]) < 0.5
+    assert abs(np.corrcoef(offsets, [sd.shards.key_fraction(key) for key in found])[0, 1]) < 0.5
     png_tar(tmp_path / "again" / "images", "00000", dict.fromkeys(keys[::-1], wide))  # another place in the tar
     other = ("--crop", "random", "--source", "things", "--batch", "5")
     encode(tmp_path / "again" / "images", tmp_path / "vae", tmp_path / "b", *other)
@@ -99,7 +104,7 @@ def test_flip_gives_each_picture_a_mirrored_row(tmp_path, vae):
     assert_latents(rows[0::2], expected(vae, [picture(s) for s in range(5)]))
     assert_latents(rows[1::2], expected(vae, [picture(s)[:, ::-1].copy() for s in range(5)]))
     assert (manifest(out)["flip"], manifest(out)["count"], manifest(out)["pictures"]) == (True, 10, 5)
-    store = SD_Data.LatentStore(out, pretouch=False)  # which counts them against the manifest
+    store = sd.data.LatentStore(out, pretouch=False)  # which counts them against the manifest
     assert store.keys.to_pylist() == keys
 
 
@@ -123,10 +128,10 @@ def test_moments_draw_the_scaled_posterior(tmp_path, vae):
 
 
 def test_bucket_sizes():
-    sizes = encode_latents.bucket_sizes(512, 64)
+    sizes = sd.stream.bucket_sizes(512, 64)
     assert sizes == [(384, 640), (384, 704), (448, 576), (512, 512), (576, 448), (640, 384), (704, 384)]
     for size, step in ((256, 64), (768, 64), (1024, 64), (64, 8), (SIZE, 8)):
-        found = encode_latents.bucket_sizes(size, step)
+        found = sd.stream.bucket_sizes(size, step)
         assert (size, size) in found and {(w, h) for h, w in found} == set(found)
         for h, w in found:
             assert h % step == w % step == 0 and abs(h * w / size**2 - 1) <= 0.1 and 0.5 <= w / h <= 2
@@ -138,7 +143,7 @@ def test_buckets_take_each_picture_to_the_nearest_aspect(tmp_path, vae):
     shapes = [(50, 50), (30, 60), (60, 30), (31, 31), (30, 50), (45, 50), (33, 54)] * 2
     images = {f"{i:03d}": rng.integers(0, 256, (*shape, 3), np.uint8) for i, shape in enumerate(shapes)}
     wanted = {"24x40": [1, 4, 6, 8, 11, 13], "32x32": [0, 3, 5, 7, 10, 12], "40x24": [2, 9]}
-    members = [(key, common.encode_png(image), "png") for key, image in images.items()]
+    members = [(key, sd.pictures.encode_png(image), "png") for key, image in images.items()]
     lying = cv2.imencode(".jpg", images["001"])[1].tobytes()  # 30 high, 60 wide, and to be turned by 90 degrees
     exif = b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"
     lying = lying[:2] + b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif + lying[2:]
@@ -155,7 +160,7 @@ def test_buckets_take_each_picture_to_the_nearest_aspect(tmp_path, vae):
             keys, rows = read(out, f"00000_{name}")
             upright = name == "40x24"
             assert keys == [f"things/00000/{i:03d}" for i in numbers] + ["things/00000/lying"] * upright
-            pictures = [common.cut(images[f"{i:03d}"], size) for i in numbers]
+            pictures = [sd.pictures.cut(images[f"{i:03d}"], size) for i in numbers]
             assert_latents(rows[: len(numbers)], expected(vae, pictures))
             assert rows.shape[1:] == (4, size[0] // 8, size[1] // 8)
     write_tar(folder, "00000", members[:1])
@@ -172,7 +177,7 @@ def test_index_tells_what_each_latent_was_made_from(tmp_path, vae):
     images = write_shards(tmp_path / "things" / "images", 1)
     encode(images, tmp_path / "vae", tmp_path / "latents")
     table = pq.read_table(tmp_path / "latents" / "00000.parquet")
-    hashes = [hashlib.sha256(common.encode_png(picture(s))).hexdigest() for s in range(5)]
+    hashes = [hashlib.sha256(sd.pictures.encode_png(picture(s))).hexdigest() for s in range(5)]
     assert table["sha256"].to_pylist() == hashes
     settings = json.loads(table.schema.metadata[b"settings"])
     assert settings["vae"]["hash"] == manifest(tmp_path / "latents")["vae"]["hash"] and settings["crop"] == "center"
@@ -215,7 +220,7 @@ def test_another_scale_crop_flip_or_bucket_is_refused(tmp_path, vae, capsys):
     encode(images, tmp_path / "vae", out)
     before = fingerprints(out)
     vae.config = replace(CONFIG, scaling_factor=0.25)  # the same weights, and so the same hash
-    SD_Convert.save_vae(vae, tmp_path / "quarter")
+    sd.weights.parts.save_vae(vae, tmp_path / "quarter")
     assert "a VAE of config" in refused(capsys, encode, images, tmp_path / "quarter", out)
     for flags, what in ((("--crop", "random"), "crop center"), (("--flip",), "flip None"), (("--buckets",), "buckets")):
         assert f"was made with {what}" in refused(capsys, encode, images, tmp_path / "vae", out, *flags)
@@ -231,11 +236,11 @@ def test_rejected_pictures_are_listed_with_their_keys(tmp_path, vae, flip):
     left_half[:, : SIZE // 2] = 255
 
     folder, out = tmp_path / "things" / "images", tmp_path / "latents"
-    members = [("good", common.encode_png(picture(0)), "png"), ("one_side", common.encode_png(left_half), "png"),
+    members = [("good", sd.pictures.encode_png(picture(0)), "png"), ("one_side", sd.pictures.encode_png(left_half), "png"),
                ("html", b"<html>", "jpg"), ("empty", b"", "jpg")]  # fmt: skip
     write_tar(folder, "00000", members)
     patch = pytest.MonkeyPatch()
-    real = encode_latents.Encoder._latents
+    real = sd.encoder.Encoder._latents
 
     def latents(self, moments, pictures, dtype):
         result = real(self, moments, pictures, dtype)
@@ -243,7 +248,7 @@ def test_rejected_pictures_are_listed_with_their_keys(tmp_path, vae, flip):
         result[broken] = float("nan")
         return result
 
-    patch.setattr(encode_latents.Encoder, "_latents", latents)
+    patch.setattr(sd.encoder.Encoder, "_latents", latents)
     try:
         encode(folder, tmp_path / "vae", out, *["--flip"] * flip)
     finally:
@@ -266,7 +271,7 @@ def write_lock(path: Path, owner: dict, age: float = 0):
 
 
 def test_only_the_dead_lose_their_shards(tmp_path):
-    with encode_latents.Locks(tmp_path) as locks:
+    with sd.locks.Locks(tmp_path) as locks:
         me = locks.me
         child = forked(os._exit, 0)
         os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # dead, and not buried
@@ -275,8 +280,8 @@ def test_only_the_dead_lose_their_shards(tmp_path):
             ("alive", me, 10_000, False),  # silent, but its process is there: stopped, say
             ("unburied", me | {"pid": child}, 0, True),
             ("reused", me | {"start": "1"}, 0, True),  # the process of that number is another
-            ("far", elsewhere, encode_latents.DEAD_AFTER_S - 20, False),
-            ("far_silent", elsewhere, encode_latents.DEAD_AFTER_S + 20, True),
+            ("far", elsewhere, sd.locks.DEAD_AFTER_S - 20, False),
+            ("far_silent", elsewhere, sd.locks.DEAD_AFTER_S + 20, True),
             ("far_ahead", elsewhere, -3600, False),
         ):
             write_lock(tmp_path / f"{name}.0.lock", owner, age)
@@ -295,8 +300,8 @@ def test_only_the_dead_lose_their_shards(tmp_path):
 
 
 def test_heartbeat_keeps_all_locks_fresh(tmp_path, monkeypatch):
-    monkeypatch.setattr(encode_latents, "HEARTBEAT_S", 0.05)
-    with encode_latents.Locks(tmp_path) as locks:
+    monkeypatch.setattr(sd.locks, "HEARTBEAT_S", 0.05)
+    with sd.locks.Locks(tmp_path) as locks:
         assert locks.take("a") and locks.take("b")
         os.utime(locks.card, (0, 0))
         deadline = time.monotonic() + 10
@@ -307,7 +312,7 @@ def test_heartbeat_keeps_all_locks_fresh(tmp_path, monkeypatch):
 
 def thief(folder: Path, rounds: int, barrier, number: int):
     """Tries for the same dead locks as the others, at the same moment; notes what it got."""
-    with encode_latents.Locks(folder) as locks:
+    with sd.locks.Locks(folder) as locks:
         barrier.wait()
         for n in range(rounds):
             barrier.wait()
@@ -334,7 +339,7 @@ def test_of_several_thieves_one_succeeds(tmp_path):
 def test_one_who_was_taken_for_dead_writes_nothing(tmp_path, vae, capsys, monkeypatch):
     """It slept too long; the other one is at work, then finished. The sleeper's rows are dropped, his locks stay."""
     images, out = write_shards(tmp_path / "things" / "images", 1), tmp_path / "latents"
-    later, real = out / "00000.1.lock", encode_latents.Shard.arrays
+    later, real = out / "00000.1.lock", sd.latents.Shard.arrays
 
     def sleep(self, *args):
         assert not later.exists(), "it took the shard again while the other one was at work on it"
@@ -344,9 +349,9 @@ def test_one_who_was_taken_for_dead_writes_nothing(tmp_path, vae, capsys, monkey
     def other_one_gives_up(_):
         assert not (out / "00000.json").exists() and (out / "00000.0.lock").exists()
         os.utime(later, (0, 0))
-        monkeypatch.setattr(encode_latents.Shard, "arrays", real)
+        monkeypatch.setattr(sd.latents.Shard, "arrays", real)
 
-    monkeypatch.setattr(encode_latents.Shard, "arrays", sleep)
+    monkeypatch.setattr(sd.latents.Shard, "arrays", sleep)
     monkeypatch.setattr(encode_latents.time, "sleep", other_one_gives_up)
     encode(images, tmp_path / "vae", out)
     text = capsys.readouterr().out

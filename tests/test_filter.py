@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from test_data_pipeline import ENVIRONMENT, PIPELINE, load, run, write_rows
 
-from data_pipeline import common
+import sd.files
+import sd.hashes
 
 BENCH = PIPELINE.parent / "benchmarks" / "filter_bench.py"
 FILTER = load("02_filter.py")
@@ -33,7 +34,7 @@ def bench():
 def run_filter(source: Path, out: Path, *flags, status: int = 0) -> dict:
     """Runs 02_filter.py; its manifest, or what it printed if it fails."""
     done = run("02_filter.py", "--in", source, "--out", out, *flags, status=status)
-    return common.read_json(out / "manifest.json") if status == 0 else done
+    return sd.files.read_json(out / "manifest.json") if status == 0 else done
 
 
 def column(folder: Path, name: str) -> list:
@@ -200,25 +201,27 @@ def test_refusals_are_one_sentence(tmp_path):
 def plain_hash(text: bytes) -> int:
     """MULTILINEAR as its paper has it, one word after the other."""
     words = [len(text), *(int.from_bytes(text[i : i + 4], "little") for i in range(0, len(text), 4))]
-    halves = [(int(a[0]) + sum(int(m) * w for m, w in zip(a[1:], words))) % 2**64 >> 32 for a in common.MULTIPLIERS]
+    halves = [(int(a[0]) + sum(int(m) * w for m, w in zip(a[1:], words))) % 2**64 >> 32 for a in sd.hashes.MULTIPLIERS]
     return halves[0] << 32 | halves[1]
 
 
 def test_hashes_are_those_of_the_paper_and_tell_texts_apart():
     texts = ["", "\0", "\0\0\0\0", "a", "a\0", "abcd", "abcde", "abce", "é", "https://x.org/1", "https://x.org/2"]
     texts += ["x" * n for n in (4095, 4096)]
-    hashes = common.hash_texts(pa.array(texts, pa.large_string()))
+    hashes = sd.hashes.hash_texts(pa.array(texts, pa.large_string()))
     assert [int(h) for h in hashes] == [plain_hash(t.encode()) for t in texts]
     long = ["x" * 4097, "x" * 5000, "x" * 4999 + "y"]
-    everything = common.hash_texts(pa.array(texts + long, pa.large_string()))
+    everything = sd.hashes.hash_texts(pa.array(texts + long, pa.large_string()))
     assert everything[: len(texts)].tolist() == hashes.tolist() and len(set(everything.tolist())) == len(texts + long)
-    assert common.hash_texts(pa.array(["skip", *texts], pa.large_string()).slice(1, 5)).tolist() == hashes[:5].tolist()
-    assert len(common.hash_texts(pa.array([], pa.large_string()))) == 0
+    assert (
+        sd.hashes.hash_texts(pa.array(["skip", *texts], pa.large_string()).slice(1, 5)).tolist() == hashes[:5].tolist()
+    )
+    assert len(sd.hashes.hash_texts(pa.array([], pa.large_string()))) == 0
 
 
 def test_duplicates_are_those_of_a_plain_loop():
     rng = np.random.default_rng(0)
-    seen = {"url": common.Hashes(), "content": common.Hashes()}
+    seen = {"url": sd.hashes.Hashes(), "content": sd.hashes.Hashes()}
     for part in seen.values():
         part.RECENT = 50  # so that both arrays are used
     kept: dict[str, set] = {"url": set(), "content": set()}
@@ -292,7 +295,7 @@ def test_killed_and_resumed_keeps_the_same_rows(three_schemas, tmp_path):
     child.send_signal(signal.SIGKILL)
     child.wait()
     left = sorted((tmp_path / "out").glob("*.parquet"))
-    assert 2 <= len(left) < 6 and not common.read_json(tmp_path / "out" / "manifest.json")["complete"]
+    assert 2 <= len(left) < 6 and not sd.files.read_json(tmp_path / "out" / "manifest.json")["complete"]
     before = {path: path.stat().st_mtime_ns for path in left}
     manifest = run_filter(folder, tmp_path / "out", "--for", "laion_broad", "--drop_duplicate_urls")
     assert ids(tmp_path / "out") == expected and manifest["complete"]

@@ -20,10 +20,14 @@ sys.path.insert(0, str(Path(__file__).parent / "faults"))
 
 import micro
 
-import SD_Kernels as K
+import sd.fused
+import sd.fused_ops
+import sd.kernels
+import sd.optim
+import sd.parallel
 import SD_Model as M
 
-pytestmark = pytest.mark.skipif(K.triton is None, reason="Triton is not installed")
+pytestmark = pytest.mark.skipif(sd.kernels.triton is None, reason="Triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 torch.backends.cudnn.allow_tf32 = False
 
@@ -85,7 +89,9 @@ def test_group_norm(shape, groups, silu, given):
     w, b = norm.weight.detach().clone().requires_grad_(), norm.bias.detach().clone().requires_grad_()
 
     def fused(x, w, b, *more):
-        return K.group_norm(x, stand_in(norm, w, b), silu, **({given: more[0]} if more else {}))[given == "e" :]
+        return sd.fused_ops.group_norm(x, stand_in(norm, w, b), silu, **({given: more[0]} if more else {}))[
+            given == "e" :
+        ]
 
     def plain(x, w, b, *more):
         if given == "skip":
@@ -99,7 +105,7 @@ def test_group_norm(shape, groups, silu, given):
 
 def test_group_norm_of_many_tiles(monkeypatch):
     """Over 64, which are put together in blocks."""
-    monkeypatch.setattr(K, "BLOCK_R", 2)
+    monkeypatch.setattr(sd.fused_ops, "BLOCK_R", 2)
     test_group_norm((1, 8, 10, 15), 4, True, "x")
 
 
@@ -112,7 +118,7 @@ def test_add_layer_norm(shape, residual):
     inputs = [randn(*shape), randn(C, seed=1), w, b] + ([randn(*shape, seed=2)] if residual else [])
 
     def fused(a, ab, w, b, res=None):
-        return K.add_layer_norm(a, ab, res, stand_in(norm, w, b))
+        return sd.fused_ops.add_layer_norm(a, ab, res, stand_in(norm, w, b))
 
     def plain(a, ab, w, b, res=0.0):
         h = a + ab + res
@@ -127,7 +133,7 @@ def test_geglu(shape):
         value, gate = (u + b).chunk(2, dim=-1)
         return value * F.gelu(gate)
 
-    assert_same(K.geglu, plain, [randn(*shape, scale=2), randn(shape[-1], seed=1)])
+    assert_same(sd.fused_ops.geglu, plain, [randn(*shape, scale=2), randn(shape[-1], seed=1)])
 
 
 @pytest.mark.parametrize("rows, inputs, channels, fast", [(300, 128, 256, False), (77, 64, 128, True)])
@@ -142,7 +148,7 @@ def test_product_and_geglu_as_one_kernel(rows, inputs, channels, fast):
     b = randn(2 * channels, seed=2).detach()
     value, gate = (x.double() @ w.double().t() + b.double()).chunk(2, dim=-1)
     expected = value * F.gelu(gate)
-    error = (K._linear_geglu(x, w, b, fast).double() - expected).abs()
+    error = (sd.fused_ops._linear_geglu(x, w, b, fast).double() - expected).abs()
     relative = 2**-8 if dtype == torch.bfloat16 else 1e-5
     assert (error <= relative * expected.abs() + 1e-5 * value.abs().max()).all()
     assert (gate < -4).any() and (gate > 4).any()
@@ -151,18 +157,18 @@ def test_product_and_geglu_as_one_kernel(rows, inputs, channels, fast):
 @pytest.mark.parametrize("scale", [1.0, 0.01])
 def test_softmax(scale):
     x = randn(3, 5, 300, scale=30).detach()
-    y = K.softmax(x, scale, torch.float32)
+    y = sd.fused_ops.softmax(x, scale, torch.float32)
     assert torch.allclose(y, torch.softmax(scale * x, -1), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("at_once", [1 << 28, 2 * 30 * 30])
 def test_attention_of_the_vae(at_once, monkeypatch):
     """All pictures at once, and in parts of two of three."""
-    monkeypatch.setattr(K.FusedVAEAttention, "SCORES", at_once)
+    monkeypatch.setattr(sd.fused.FusedVAEAttention, "SCORES", at_once)
     torch.manual_seed(0)
     plain = M.VAEAttention(32, 8).to(DEVICE).requires_grad_(False)
     fused = copy.deepcopy(plain)
-    fused.__class__, fused.norm.__class__ = K.FusedVAEAttention, K.FusedGroupNorm
+    fused.__class__, fused.norm.__class__ = sd.fused.FusedVAEAttention, sd.fused.FusedGroupNorm
     x = randn(3, 32, 5, 6, scale=3).detach()
     with torch.no_grad():
         assert torch.allclose(fused(x), plain(x), rtol=1e-4, atol=1e-4)
@@ -172,12 +178,12 @@ def test_attention_of_the_vae(at_once, monkeypatch):
 @pytest.mark.parametrize("residual", [True, False])
 def test_add_bias(shape, residual):
     inputs = [randn(*shape), randn(shape[-1], seed=2)] + ([randn(*shape, seed=1)] if residual else [])
-    assert_same(lambda a, b, r=None: K.add_bias(a, r, b), lambda a, b, r=0.0: a + r + b, inputs)
+    assert_same(lambda a, b, r=None: sd.fused_ops.add_bias(a, r, b), lambda a, b, r=0.0: a + r + b, inputs)
 
 
 def test_add_bias_of_feature_maps():
     inputs = [randn(2, 24, 5, 3), randn(2, 24, 5, 3, seed=1), randn(24, seed=2)]
-    assert_same(K.add_bias, lambda a, r, b: a + r + b[:, None, None], inputs)
+    assert_same(sd.fused_ops.add_bias, lambda a, r, b: a + r + b[:, None, None], inputs)
 
 
 @pytest.mark.parametrize("shape", [(2, 24, 5, 3), (1, 8, 70, 9), (3, 96, 13, 11)])
@@ -188,15 +194,15 @@ def test_group_norm_takes_the_moments_of_add_bias(shape, residual, dtype, monkey
     C = shape[1]
     norm = norm_of(nn.GroupNorm, 8, C)
     a, res, bias = randn(*shape, shift=10).to(dtype), randn(*shape, seed=1).to(dtype), randn(C, seed=2)
-    y = K.add_bias(a.detach(), res if residual else None, bias.detach())
-    fresh = K.group_norm(y.detach().clone(), norm, silu=True)
-    launch = K._launch
+    y = sd.fused_ops.add_bias(a.detach(), res if residual else None, bias.detach())
+    fresh = sd.fused_ops.group_norm(y.detach().clone(), norm, silu=True)
+    launch = sd.kernels.launch
     monkeypatch.setattr(
-        K, "_launch", lambda kernel, *args, **more: launch(kernel, *args, **more) or names.append(kernel)
+        sd.kernels, "_launch", lambda kernel, *args, **more: launch(kernel, *args, **more) or names.append(kernel)
     )
     names = []
-    taken = K.group_norm(y, norm, silu=True)
-    assert len(names) == 2 and K._gn_moments not in names
+    taken = sd.fused_ops.group_norm(y, norm, silu=True)
+    assert len(names) == 2 and sd.kernels._gn_moments not in names
     assert all(torch.equal(*pair) for pair in zip(fresh, taken))
 
 
@@ -204,8 +210,8 @@ def test_group_norm_takes_the_moments_of_add_bias(shape, residual, dtype, monkey
 def large_tiles(monkeypatch):
     """The interpreter's time goes by tiles; a GPU keeps its own."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(K, "BLOCK_R", 256)
-        monkeypatch.setattr(K.FusedStep, "BLOCK", 1 << 13)
+        monkeypatch.setattr(sd.fused_ops, "BLOCK_R", 256)
+        monkeypatch.setattr(sd.optim.FusedStep, "BLOCK", 1 << 13)
 
 
 def random_unet(*channels):
@@ -219,11 +225,11 @@ def random_unet(*channels):
 
 def test_a_settled_network_joins_its_weights_once(large_tiles, monkeypatch):
     """The same bits; from the second pass on no weights are joined."""
-    unet = K.apply(random_unet(32))
+    unet = sd.fused.apply(random_unet(32))
     inputs = randn(1, 4, 7, 5).detach(), torch.tensor([10], device=DEVICE), randn(1, 3, 24, seed=1).detach()
     with torch.no_grad():
         fresh = unet(*inputs)
-        K.settle(unet)
+        sd.fused.settle(unet)
         first = unet(*inputs)
         joined, cat = [], torch.cat
         monkeypatch.setattr(torch, "cat", lambda *args, **more: joined.append(args) or cat(*args, **more))
@@ -236,7 +242,7 @@ def test_a_settled_network_joins_its_weights_once(large_tiles, monkeypatch):
 def test_the_whole_network(checkpointed, large_tiles):
     """Output and every gradient, at a size with odd halves; state dict and a deep copy unchanged."""
     plain = random_unet(*((32,) if checkpointed else (32, 64)))
-    fused = K.apply(copy.deepcopy(plain))
+    fused = sd.fused.apply(copy.deepcopy(plain))
     assert [type(m).__name__ for m in (fused, fused.middle_block[0])] == ["FusedUNet", "FusedResBlock"]
     assert fused.state_dict().keys() == plain.state_dict().keys()
     fused = copy.deepcopy(fused)
@@ -254,9 +260,9 @@ def test_the_whole_network(checkpointed, large_tiles):
 
 def test_what_keeps_the_plain_network():
     dropping = M.UNet(M.UNetConfig(channels=(32,), attention=(False,), num_heads=2, norm_groups=8, dropout=0.1))
-    assert type(K.apply(dropping)) is M.UNet
-    assert not K.available(torch.device("cpu"))
-    assert not K.available(torch.device("mps"))
+    assert type(sd.fused.apply(dropping)) is M.UNet
+    assert not sd.kernels.available(torch.device("cpu"))
+    assert not sd.kernels.available(torch.device("mps"))
 
 
 def test_optimizer_step():
@@ -272,10 +278,10 @@ def test_optimizer_step():
         return params, optimizer, [p.detach().clone() for p in params]
 
     (pa, oa, ea), (pb, ob, eb) = setting(), setting()
-    step = K.FusedStep(ob, dict(zip(pb, eb)))
+    step = sd.optim.FusedStep(ob, dict(zip(pb, eb)))
     for i, lr in enumerate((1e-2, 2e-2, 5e-3)):
         if i == 2:
-            step = K.FusedStep(ob, dict(zip(pb, eb)))
+            step = sd.optim.FusedStep(ob, dict(zip(pb, eb)))
         for p, q in zip(pa, pb):
             p.grad = torch.empty_like(p).copy_(randn(*p.shape, seed=10 + i).detach())  # in the weight's layout
             q.grad = p.grad.clone()
@@ -301,7 +307,7 @@ def test_a_step_without_a_finite_norm_changes_nothing():
     p = nn.Parameter(randn(5000).detach())
     optimizer = torch.optim.AdamW([{"params": [p], "lr_scale": 1.0}], lr=1.0)
     average = p.detach().clone()
-    step = K.FusedStep(optimizer, {p: average})
+    step = sd.optim.FusedStep(optimizer, {p: average})
     for bad in (float("nan"), float("inf")):
         p.grad = torch.ones_like(p)
         p.grad[17] = bad
@@ -319,17 +325,17 @@ def test_bf16_copies_of_weights(large_tiles):
     """Products take the copies, which follow the weights; gradients come in bf16, and only there. They are
     as close to those in fp32 as plain autocast's are (the interpreter cuts bf16 off where a GPU rounds: half as close).
     """
-    plain, fused = random_unet(32, 64), K.apply(random_unet(32, 64))
+    plain, fused = random_unet(32, 64), sd.fused.apply(random_unet(32, 64))
     x, context, t = randn(2, 4, 8, 8), randn(2, 11, 24, seed=1), torch.tensor([3, 900], device=DEVICE)
     groups = [{"params": list(fused.parameters()), "lr_scale": 1.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.0)
-    halves = K.multiplied(fused)
+    halves = sd.fused.multiplied(fused)
     assert len(halves) == len(set(halves))
     assert sum(p.numel() for p in halves) > 0.8 * sum(p.numel() for p in fused.parameters())
-    step = K.FusedStep(optimizer, {p: p.detach().clone() for p in fused.parameters()}, halves)
+    step = sd.optim.FusedStep(optimizer, {p: p.detach().clone() for p in fused.parameters()}, halves)
 
     def run(net, autocast):
-        K.forget_gradients(net.parameters())
+        sd.optim.forget_gradients(net.parameters())
         with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
             y = net(x, t, context)
         (y.float() * x.detach()).sum().backward()
@@ -351,16 +357,17 @@ def test_bf16_copies_of_weights(large_tiles):
         assert kernels < (1.1 if DEVICE == "cuda" else 2.5) * autocast
         step.step(1e-2, step.norm(), 1.0, 0.9)
     assert all(
-        (p.copy_bf16.float() - q).abs().max() > 1e-3 for p, q in zip(halves, K.multiplied(K.apply(random_unet(32, 64))))
+        (p.copy_bf16.float() - q).abs().max() > 1e-3
+        for p, q in zip(halves, sd.fused.multiplied(sd.fused.apply(random_unet(32, 64))))
     )
 
 
 def test_kernels_are_compiled_ahead_as_they_are_launched(large_tiles, monkeypatch, capsys):
     """A pass of compile_ahead() launches none, and asks for every variant that a real pass launches, and no other; in
     Triton's mode also where another thread launches, as autograd's does on a GPU."""
-    fused = K.apply(random_unet(32, 64))
+    fused = sd.fused.apply(random_unet(32, 64))
     x, context, t = randn(2, 4, 8, 8), randn(2, 11, 24, seed=1), torch.tensor([3, 900], device=DEVICE)
-    kind, asked, compiled = type(K._add_bias), [], []
+    kind, asked, compiled = type(sd.kernels._add_bias), [], []
     run = kind.run
 
     def variant(kernel, args, constants):
@@ -395,15 +402,15 @@ def test_kernels_are_compiled_ahead_as_they_are_launched(large_tiles, monkeypatc
 
     monkeypatch.setattr(kind, "run", noted)
     monkeypatch.setattr(kind, "warmup", warmed)
-    monkeypatch.setattr(K.triton, "AsyncCompileMode", Mode)
-    K.compile_ahead(step)
+    monkeypatch.setattr(sd.kernels.triton, "AsyncCompileMode", Mode)
+    sd.kernels.compile_ahead(step)
     assert not asked and len(compiled) > 50 and all(seen)
     step()
     assert set(asked) == set(compiled)
     monkeypatch.setattr(Mode, "__exit__", lambda *_: 1 / 0)  # as where a kernel does not compile
     torch.manual_seed(5)
-    K.compile_ahead(lambda: torch.rand(3, device=DEVICE))
-    assert K._compiling is None and not active.get()
+    sd.kernels.compile_ahead(lambda: torch.rand(3, device=DEVICE))
+    assert sd.kernels._compiling is None and not active.get()
     assert "one after another (division by zero)" in capsys.readouterr().out
     drawn = torch.rand(3, device=DEVICE)
     torch.manual_seed(5)
@@ -418,7 +425,7 @@ class TwoProducts(nn.Module):
         self.conv, self.out = nn.Conv2d(3, 5, 3), nn.Linear(5, 2)
 
     def forward(self, x):
-        h = nn.functional.conv2d(x.bfloat16(), K._weight(self.conv)).float()
+        h = nn.functional.conv2d(x.bfloat16(), sd.fused_ops.weight_of(self.conv)).float()
         return self.out(h.mean((2, 3)) + self.conv.bias)
 
 
@@ -431,7 +438,7 @@ def stand_in_for_peers(monkeypatch, possible: bool):
 @pytest.mark.skipif(DEVICE == "cuda", reason="its processes have no GPU each")
 def test_copies_that_fail_in_one_process_leave_all_to_an_all_reduce(fault, monkeypatch):
     stand_in_for_peers(monkeypatch, True)
-    add_parts, connect = K._add_parts, K._symmetric_handle
+    add_parts, connect = sd.kernels._add_parts, sd.parallel._symmetric_handle
 
     def fail(*args):
         raise RuntimeError("")
@@ -446,14 +453,14 @@ def test_copies_that_fail_in_one_process_leave_all_to_an_all_reduce(fault, monke
 
     def rank(r):
         if fault == "no memory" and r == 1:
-            K._symmetric_empty = fail
+            sd.parallel._symmetric_empty = fail
         if fault == "not reached":
-            K._symmetric_handle = connected
+            sd.parallel._symmetric_handle = connected
         if fault == "wrong sums" and r == 1:
-            K._add_parts = Wrong()
+            sd.kernels._add_parts = Wrong()
         torch.manual_seed(0)
         net = nn.Linear(5, 3)
-        shared = K.SharedGradients(list(net.parameters()), torch.float32)
+        shared = sd.parallel.SharedGradients(list(net.parameters()), torch.float32)
         for _ in range(2):
             net(torch.full((1, 5), 1.0 + r)).square().sum().backward()
             shared.finish()
@@ -474,7 +481,7 @@ def test_processes_share_gradients(world, count, copies, dtype, monkeypatch):
     step; whether all weights are one bucket or each its own, by an all-reduce and by copies of the others' memory.
     With copies, each process updates a part of the convolution's weights, cut within a weight."""
     stand_in_for_peers(monkeypatch, copies)
-    monkeypatch.setattr(K.PeerCopies, "BLOCK", 16)
+    monkeypatch.setattr(sd.parallel.PeerCopies, "BLOCK", 16)
 
     def passes(rank):
         return [randn(4, 3, 6, 6, seed=10 * rank + i, scale=2.0).detach().cpu() for i in range(count)]
@@ -482,10 +489,10 @@ def test_processes_share_gradients(world, count, copies, dtype, monkeypatch):
     def setting(seed, shared):
         torch.manual_seed(seed)
         net = TwoProducts().to(memory_format=torch.channels_last)
-        shared = K.SharedGradients(list(net.parameters()), dtype, [net.conv.weight]) if shared else None
+        shared = sd.parallel.SharedGradients(list(net.parameters()), dtype, [net.conv.weight]) if shared else None
         optimizer = torch.optim.AdamW([{"params": list(net.parameters()), "lr_scale": 1.0}], weight_decay=0.1)
         averages = {p: p.detach().clone() for p in net.parameters()}
-        return net, shared, K.FusedStep(optimizer, averages, [net.conv.weight], not shared or count > 1, shared)
+        return net, shared, sd.optim.FusedStep(optimizer, averages, [net.conv.weight], not shared or count > 1, shared)
 
     def update(net, step, lr):
         """Moments, norm, weights, averages and bf16 copies afterwards, and how many weights were changed right away."""
@@ -498,13 +505,13 @@ def test_processes_share_gradients(world, count, copies, dtype, monkeypatch):
         weights, first, second, averages = (torch.cat([t.flatten() for t in kind]) for kind in kinds)
         copy = net.conv.weight.copy_bf16
         assert torch.allclose(copy.float(), net.conv.weight.detach(), rtol=2**-7, atol=0)
-        K.forget_gradients(net.parameters())
+        sd.optim.forget_gradients(net.parameters())
         return [x.tolist() for x in (first, second, norm[None], weights, averages, copy.float().flatten())], changed
 
     def rank(r):
         found, owned = [], []
-        for K.AllReduce.BUCKET in (1 << 20, 0):
-            K.PeerCopies.BUCKET = K.AllReduce.BUCKET
+        for sd.parallel.AllReduce.BUCKET in (1 << 20, 0):
+            sd.parallel.PeerCopies.BUCKET = sd.parallel.AllReduce.BUCKET
             net, shared, step = setting(r, True)
             for n in range(4):
                 if n == 1 and len(shared.buckets) == 1:  # a pass that breaks off
@@ -517,7 +524,7 @@ def test_processes_share_gradients(world, count, copies, dtype, monkeypatch):
                 values, changed = update(net, step, 0.0 if n < 3 else 0.1)
                 found.append(values)
             owned.append((changed, len(shared.buckets)))
-        assert type(shared.way) is (K.PeerCopies if copies else K.AllReduce)
+        assert type(shared.way) is (sd.parallel.PeerCopies if copies else sd.parallel.AllReduce)
         return pickle.dumps((found, owned))
 
     shown = io.BytesIO(micro.fork_ranks(rank, world))

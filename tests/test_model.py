@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, randomise, relative
 
-import SD_Convert
+import sd.weights.names
 import SD_Model as M
 from SD_Model import DDIM, DDPM, PRESETS, VAE, InputError, NoiseSchedule, TextEncoder, UNet, UNetConfig, VAEConfig
 
@@ -49,7 +49,7 @@ def library_unet(config: UNetConfig):
 def unet_pair(config: UNetConfig):
     """The library's UNet with every parameter random, and ours with the same weights."""
     theirs = randomise(library_unet(config))
-    state, names = theirs.state_dict(), SD_Convert.unet_names(config)
+    state, names = theirs.state_dict(), sd.weights.names.unet_names(config)
     ours = UNet(config).eval()
     assert set(names.values()) == set(state)
     ours.load_state_dict({k: state[v].reshape(ours.state_dict()[k].shape) for k, v in names.items()})
@@ -165,7 +165,7 @@ def test_sd15_names_shapes_and_counts_equal_library():
         theirs, ours, vae = library_unet(config), UNet(config), VAE(PRESETS["sd15"]["vae"])
     assert M.count_parameters(ours) == (686, 859_520_964)
     assert M.count_parameters(vae) == (248, 83_653_863)
-    names = SD_Convert.unet_names(config)
+    names = sd.weights.names.unet_names(config)
     found = {k: tuple(v.shape) for k, v in theirs.state_dict().items()}
     assert {names[k]: tuple(v.shape) for k, v in ours.state_dict().items()} == found
 
@@ -281,7 +281,7 @@ def library_vae(config: VAEConfig):
 
 def vae_pair(config: VAEConfig):
     theirs = randomise(library_vae(config), gain=1.0)
-    state, names = theirs.state_dict(), SD_Convert.vae_names(config)
+    state, names = theirs.state_dict(), sd.weights.names.vae_names(config)
     ours = VAE(config).eval()
     assert set(names.values()) == set(state)
     ours.load_state_dict({k: state[v].reshape(ours.state_dict()[k].shape) for k, v in names.items()})

@@ -14,8 +14,8 @@ import torch
 from test_data_pipeline import load, run, write_rows
 
 import encode_latents
-import SD_Convert
-import SD_Data
+import sd.data
+import sd.weights.parts
 import SD_Model
 
 REPORT = load("06_report.py")
@@ -127,7 +127,7 @@ def test_mixture_says_how_training_draws(tmp_path, data, caps, weights):
     assert [row[:2] for row in rows] == [["a", "1,200"], ["b", "500"], ["c", "40"]]
     told = [part.split(":")[2] if part.count(":") == 2 else "–" for part in data.split(",")]
     assert [row[2] for row in rows] == told
-    draws = SD_Data.SampleOrder(caps, weights, seed=0).draws
+    draws = sd.data.SampleOrder(caps, weights, seed=0).draws
     for (_, _, _, share, passes, _), count, drawn in zip(rows, caps, draws):
         assert abs(float(share.rstrip("%")) / 100 - drawn / sum(caps)) < 0.0005 + 1 / sum(caps)
         assert abs(float(passes) - drawn / count) < 0.005 + 1 / count
@@ -160,7 +160,7 @@ def save_vae(folder: Path, seed=0, scale=0.5):
     config = SD_Model.VAEConfig(
         channels=(8,), num_res_blocks=0, norm_groups=4, mid_attention=False, patch=4, scaling_factor=scale
     )
-    SD_Convert.save_vae(SD_Model.VAE(config), folder)
+    sd.weights.parts.save_vae(SD_Model.VAE(config), folder)
 
 
 def test_latents_are_decoded_by_their_own_vae(encoded, tmp_path):

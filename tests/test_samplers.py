@@ -15,11 +15,15 @@ import torch
 from conftest import make_pipeline, randomise
 from PIL import Image
 
-import SD_Convert
+import sd.device
+import sd.painting
+import sd.plan
+import sd.samplers
+import sd.speed
+import sd.weights.names
 import SD_ImageGen
-import SD_Samplers
+from sd.samplers import SAMPLERS
 from SD_Model import InputError, NoiseSchedule, TextEncoder
-from SD_Samplers import SAMPLERS
 
 # ----------------------------------------------------------------------------------------------------------------
 # Closed form: a mixture of Gaussians in one dimension
@@ -58,7 +62,7 @@ def transported(y: torch.Tensor, sigma: float, to: float) -> torch.Tensor:
 
 def mixture_model(schedule: NoiseSchedule):
     """The exact network for the mixture: epsilon or v at a timestep that may be fractional."""
-    table = SD_Samplers.sigma_table(schedule)
+    table = sd.samplers.sigma_table(schedule)
 
     def model(x, t):
         sigma = float(np.interp(float(t), np.arange(len(table)), table))
@@ -77,7 +81,7 @@ def error_between_ends(name: str, steps: int, prediction: str = "epsilon", **opt
     """Mean error at the smallest sigma that the sampler visits, having started at the largest: the last step, from
     there to 0, is not counted."""
     schedule = NoiseSchedule(prediction=prediction)
-    table = SD_Samplers.sigma_table(schedule)
+    table = sd.samplers.sigma_table(schedule)
     model, visited, after = mixture_model(schedule), [], {}
 
     def watched(x, t):
@@ -116,7 +120,7 @@ def test_20_steps_of_dpm_beat_50_of_ddim():
 def test_every_number_of_steps(name):
     """Case 10 and 10b for every sampler: an oracle that means x0 = 3 ends at 3; timesteps are falling and in range."""
     schedule = NoiseSchedule()
-    table = SD_Samplers.sigma_table(schedule)
+    table = sd.samplers.sigma_table(schedule)
     for spacing in ("leading", "trailing", "linspace"):
         for steps in (1, 2, 3, 7, 20, 333, 600, 999, 1000):
             seen = []
@@ -139,7 +143,7 @@ def test_every_number_of_steps(name):
 def test_ancestral_noise_keeps_the_distribution(name):
     """For N(0, 1) data the model is known; variance stays about 1, and without the noise it would collapse."""
     schedule = NoiseSchedule()
-    table = SD_Samplers.sigma_table(schedule)
+    table = sd.samplers.sigma_table(schedule)
 
     def model(x, t):
         sigma = np.interp(float(t), np.arange(1000), table)
@@ -224,10 +228,10 @@ def test_karras_sigmas_equal_library():
     schedule = NoiseSchedule("squaredcos_cap_v2")  # with it alone the library leaves the timesteps unrounded
     library = diffusers.DPMSolverMultistepScheduler(beta_schedule="squaredcos_cap_v2", use_karras_sigmas=True)
     library.set_timesteps(20)
-    ts, sigmas = SD_Samplers.dpm_levels(schedule, 20, "linspace", 0, karras=True)
+    ts, sigmas = sd.samplers.dpm_levels(schedule, 20, "linspace", 0, karras=True)
     assert np.allclose(sigmas, library.sigmas.numpy(), rtol=2e-3)  # the library's abar is fp32: sigma_max is 2e4
     assert np.abs(np.array(ts) - library.timesteps.numpy()).max() <= 1
-    plain = SD_Samplers.dpm_levels(schedule, 20, "linspace", 0, karras=False)[1]
+    plain = sd.samplers.dpm_levels(schedule, 20, "linspace", 0, karras=False)[1]
     assert not np.allclose(plain, sigmas, rtol=0.1)
 
 
@@ -237,14 +241,14 @@ def test_wrong_map_control(small_tokenizer, tmp_path, monkeypatch):
     pipe.save_pretrained(tmp_path / "model")
     expected = theirs(pipe, tmp_path / "model", "ddim")
     assert np.abs(ours(tmp_path / "model", tmp_path / "a.png", *SIZE) - expected).max() <= 1
-    right = SD_Convert.unet_names
+    right = sd.weights.names.unet_names
 
     def wrong(config):
         names = right(config)
         a, b = (f"middle_block.1.transformer_blocks.0.attn1.to_{k}.weight" for k in "qk")
         return {**names, a: names[b], b: names[a]}
 
-    monkeypatch.setattr(SD_Convert, "unet_names", wrong)
+    monkeypatch.setattr(sd.weights.names, "unet_names", wrong)
     assert np.abs(ours(tmp_path / "model", tmp_path / "b.png", *SIZE) - expected).max() > 1
 
 
@@ -318,9 +322,9 @@ def test_guidance():
     a, b = unet(x, t, text), unet(x, t, null)
     for cfg, expected, rows in ((1.0, a, 3), (0.0, b, 3), (7.5, b + 7.5 * (a - b), 6)):
         calls.clear()
-        torch.testing.assert_close(SD_ImageGen.guided(unet, text, null, cfg)(x, 500.25), expected)
+        torch.testing.assert_close(sd.painting.guided(unet, text, null, cfg)(x, 500.25), expected)
         assert calls == [rows]
-    full = SD_ImageGen.guided(unet, text, null, 7.5, rescale=1.0)(x, 500.25)
+    full = sd.painting.guided(unet, text, null, 7.5, rescale=1.0)(x, 500.25)
     torch.testing.assert_close(full.std(dim=(1, 2, 3)), a.std(dim=(1, 2, 3)))
 
 
@@ -339,12 +343,12 @@ def clip(clip_tokenizer):
 
 def test_long_prompts_in_chunks(clip):
     short, long = "a red circle", "a " * 75 + "b " * 10
-    assert torch.equal(SD_ImageGen.chunk_ids(clip, short), clip.tokenize([short]))
-    assert torch.equal(SD_ImageGen.chunk_ids(clip, ""), clip.tokenize([""]))
-    assert torch.equal(SD_ImageGen.chunk_ids(clip, "a " * 75), clip.tokenize(["a " * 75]))
-    ids = SD_ImageGen.chunk_ids(clip, long)
+    assert torch.equal(sd.painting.chunk_ids(clip, short), clip.tokenize([short]))
+    assert torch.equal(sd.painting.chunk_ids(clip, ""), clip.tokenize([""]))
+    assert torch.equal(sd.painting.chunk_ids(clip, "a " * 75), clip.tokenize(["a " * 75]))
+    ids = sd.painting.chunk_ids(clip, long)
     assert torch.equal(ids, clip.tokenize(["a " * 75, "b " * 10]))
-    (context, brief), (null, longer) = SD_ImageGen.encode_pairs(clip, [long, short], ["blurry", long])
+    (context, brief), (null, longer) = sd.painting.encode_pairs(clip, [long, short], ["blurry", long])
     assert context.shape == null.shape == longer.shape == (154, 32)
     with torch.no_grad():
         parts = clip.encode(["a " * 75, "b " * 10, "blurry", "", short])
@@ -381,7 +385,7 @@ def test_parameters_text_is_read_back(small_tokenizer, tmp_path, prompt):
 ])  # fmt: skip
 def test_bad_flags_are_refused_before_any_work(small_tokenizer, tmp_path, monkeypatch, flags, message):
     make_pipeline(small_tokenizer).save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(SD_ImageGen, "encode_texts", lambda *a, **k: pytest.fail("work began"))
+    monkeypatch.setattr(sd.painting, "encode_texts", lambda *a, **k: pytest.fail("work began"))
     with pytest.raises(InputError, match=message):
         SD_ImageGen.main(["--model", str(tmp_path / "model"), "--prompt", "a", "--device", "cpu", "--out",
                           str(tmp_path / "out"), "--width", "32", "--height", "32", *flags])  # fmt: skip
@@ -408,6 +412,6 @@ def test_benchmark_prints_its_figures_and_writes_nothing(small_tokenizer, tmp_pa
 def test_utilisation_is_of_the_flops_that_torch_counts(monkeypatch):
     conv = lambda x: torch.nn.Conv2d(3, 5, 3, padding=1)(x)  # noqa: E731
     # Each output of each of two pictures: a multiplication and an addition for every weight.
-    assert SD_ImageGen.count_flops(conv, (2, 3, 8, 8)) == 2 * 5 * 64 * 2 * 27
-    monkeypatch.setattr(SD_ImageGen, "peak_flops", lambda device: 2e12)
-    assert SD_ImageGen.benchmark_facts(torch.device("cpu"), 5e11)["mfu"] == 0.25
+    assert sd.plan.count_flops(conv, (2, 3, 8, 8)) == 2 * 5 * 64 * 2 * 27
+    monkeypatch.setattr(sd.device, "peak_flops", lambda device: 2e12)
+    assert sd.speed.benchmark_facts(torch.device("cpu"), 5e11)["mfu"] == 0.25

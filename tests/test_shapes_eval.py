@@ -9,7 +9,8 @@ import cv2
 import numpy as np
 import pytest
 
-from data_pipeline import common, shapes
+import sd.pictures
+import sd.shapes
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "demo"))
@@ -22,10 +23,10 @@ N = 240
 def drawn() -> tuple[list[np.ndarray], list[dict]]:
     """Pictures and truths, all combinations of both kinds of pairs about equally often."""
     rng = np.random.default_rng(5)
-    truths = shapes.prompts("trained", N // 2, 5) + shapes.prompts("held_out", N // 2, 5)
+    truths = sd.shapes.shape_prompts("trained", N // 2, 5) + sd.shapes.shape_prompts("held_out", N // 2, 5)
     for truth in truths:
-        truth["size"] = rng.uniform(*shapes.RADIUS)
-    return [shapes.draw_jittered(truth, 64, rng) for truth in truths], truths
+        truth["size"] = rng.uniform(*sd.shapes.RADIUS)
+    return [sd.shapes.draw_jittered(truth, 64, rng) for truth in truths], truths
 
 
 def test_drawn_pictures_are_right(drawn):
@@ -35,8 +36,8 @@ def test_drawn_pictures_are_right(drawn):
 def test_every_size_is_right():
     for size in (32, 64, 128, 256):
         rng = np.random.default_rng(1)
-        truths = [{**truth, "size": 0.16} for truth in shapes.prompts("trained", 40, 1)]
-        images = [shapes.draw_jittered(truth, size, rng) for truth in truths]
+        truths = [{**truth, "size": 0.16} for truth in sd.shapes.shape_prompts("trained", 40, 1)]
+        images = [sd.shapes.draw_jittered(truth, size, rng) for truth in truths]
         assert min(evaluate.accuracy(images, truths).values()) >= 0.97, size
 
 
@@ -61,7 +62,7 @@ def test_one_wrong_attribute_is_seen():
     truth = {"shape": "circle", "colour": "red", "position": "top left", "background": "white", "size": 0.16}
     others = {"shape": "square", "colour": "orange", "position": "centre", "background": "grey"}
     for name, value in others.items():
-        picture = shapes.draw_jittered({**truth, name: value}, 64, np.random.default_rng(0))
+        picture = sd.shapes.draw_jittered({**truth, name: value}, 64, np.random.default_rng(0))
         measured = evaluate.accuracy([picture], [truth])
         assert measured == {**dict.fromkeys(evaluate.ATTRIBUTES, 1.0), name: 0.0, "all": 0.0}
 
@@ -123,14 +124,14 @@ def test_command_line(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     command("--write_prompts", 30, "--prompts", prompts)
     truths = [json.loads(line) for line in prompts.read_text().splitlines()]
-    assert truths == shapes.prompts("held_out", 30, 0)
+    assert truths == sd.shapes.shape_prompts("held_out", 30, 0)
     assert prompts.with_suffix(".txt").read_text().splitlines() == [truth["prompt"] for truth in truths]
     images = tmp_path / "images"
     images.mkdir()
     for i, truth in enumerate(truths):
         wrong = {"background": "grey" if truth["background"] != "grey" else "black"} if i < 3 else {}
-        picture = shapes.draw_jittered({**truth, "size": 0.16, **wrong}, 64, np.random.default_rng(i))
-        (images / f"{i:05d}.png").write_bytes(common.encode_png(picture))
+        picture = sd.shapes.draw_jittered({**truth, "size": 0.16, **wrong}, 64, np.random.default_rng(i))
+        (images / f"{i:05d}.png").write_bytes(sd.pictures.encode_png(picture))
     (images / "grid.png").write_bytes(b"is not measured")
     last = json.loads(command("--images", images, "--prompts", prompts).splitlines()[-1])
     assert last == {"colour": 1.0, "shape": 1.0, "position": 1.0, "background": 0.9, "all": 0.9, "n": 30}

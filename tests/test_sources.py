@@ -23,7 +23,9 @@ from PIL import Image
 from test_data_pipeline import ENVIRONMENT, PIPELINE, load, run, run_process
 from web import files
 
-from data_pipeline import common
+import sd.files
+import sd.pictures
+import sd.shards
 
 SOURCES = load("01b_diffusiondb.py").sources
 
@@ -39,7 +41,7 @@ def picture(seed: int, width: int = 80, height: int = 64, kind: str = "JPEG") ->
 def samples(out: Path) -> list[dict]:
     """All samples of <out>/images, in order."""
     rejects = Counter()
-    found = [s for tar in sorted((out / "images").glob("*.tar")) for _, s in common.iter_samples(tar, rejects)]
+    found = [s for tar in sorted((out / "images").glob("*.tar")) for _, s in sd.shards.iter_samples(tar, rejects)]
     assert not rejects
     return found
 
@@ -50,7 +52,7 @@ def captions(out: Path) -> dict[str, str]:
 
 
 def manifest(out: Path, folder: str = "images") -> dict:
-    return common.read_json(out / folder / "manifest.json")
+    return sd.files.read_json(out / folder / "manifest.json")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -59,7 +61,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def error_level(image: np.ndarray, data: bytes) -> float:
     """Mean difference of a picture and the square in the middle of the original."""
-    wanted = common.resize_crop(common.decode_image(data), image.shape[0])
+    wanted = sd.pictures.resize_crop(sd.pictures.decode_image(data), image.shape[0])
     return np.abs(image.astype(float) - wanted).mean()
 
 
@@ -196,7 +198,7 @@ def test_diffusiondb(tmp_path):
     assert len(got) == 8 and manifest(out)["shards"] == 2 and not manifest(out)["rejected"]
     assert captions(out) == {f"{p:04d}-{n}.png": f"prompt of {p:04d}-{n}.png" for p in (1, 2) for n in range(4)}
     for place, sample in enumerate(got):
-        image = common.decode_image(sample["image"])
+        image = sd.pictures.decode_image(sample["image"])
         assert sample["ext"] == "jpg" and image.shape == (32, 32, 3)
         assert error_level(image, picture(100 * (place // 4 + 1) + place % 4, 64, 64, "PNG")) < 3
         assert sample["json"]["punsafe"] == pytest.approx(max(0.1, place / 10))
@@ -345,7 +347,7 @@ def test_journeydb(tmp_path, packed):
         f"u{a}{n}.jpg": f"A picture of cat {a}{n}." if n else "cat 0" for a in (0, 1) for n in range(3)
     }
     for place, sample in enumerate(samples(out)):
-        image = common.decode_image(sample["image"])
+        image = sd.pictures.decode_image(sample["image"])
         assert image.shape == (32, 32, 3) and error_level(image, picture(10 * (place // 3) + place % 3)) < 3
     assert not manifest(out)["rejected"] and manifest(out)["shards"] == 2
     run("01c_journeydb.py", "--path", source, "--out", tmp_path / "p", "--archives", "1", "--caption", "prompt")
@@ -378,7 +380,9 @@ def test_journeydb_hostile_archive(tmp_path, monkeypatch):
         "duplicate_key": 1, "link": 2, "no_caption": 2, "too_large": 1, "unsafe_name": 2,
     }  # fmt: skip
     assert all(name.startswith("data/") for name in set(contents(tmp_path)) - before)
-    assert error_level(common.decode_image(samples(out)[0]["image"]), picture(0)) < 3  # the first of a name is kept
+    assert (
+        error_level(sd.pictures.decode_image(samples(out)[0]["image"]), picture(0)) < 3
+    )  # the first of a name is kept
     path.write_bytes(path.read_bytes()[:-1500])  # cut: what came whole before is used
     run("01c_journeydb.py", *flags, "--out", tmp_path / "cut")
     assert manifest(tmp_path / "cut")["rejected"]["cut_tar"] == 1
@@ -516,7 +520,7 @@ def test_coco(tmp_path):
     got = {s["json"]["url"]: s for s in samples(tmp_path / "a")}
     assert list(got) == ["http://c/000000000001.jpg", "http://c/000000000005.jpg"]
     assert contents(tmp_path / "a" / "images")["00000.tar"] == contents(tmp_path / "b" / "images")["00000.tar"]
-    first, fifth = (common.decode_image(s["image"]) for s in got.values())
+    first, fifth = (sd.pictures.decode_image(s["image"]) for s in got.values())
     # columns 60..120: the box lies at 30..50 of the square; columns 0..60: the box at 5..25
     assert first[:30, 33:48].max() < 60 and first[:, :25].min() > 200 and first[36:].min() > 200
     assert fifth[:, 8:22].max() < 60 and fifth[:, 30:].min() > 200

@@ -32,10 +32,24 @@ sys.path.insert(0, str(Path(__file__).parent / "faults"))
 import micro
 from micro import contents, flags, rows, start, start_ranks, status_of
 
+import sd.checkpoints
+import sd.data
+import sd.files
+import sd.fused
+import sd.fused_ops
+import sd.graphs
+import sd.kernels
+import sd.log
+import sd.objective
+import sd.optim
+import sd.painting
+import sd.parallel
+import sd.plan
+import sd.speed
+import sd.step
+import sd.weights.parts
+import sd.weights.read
 import SD_Convert
-import SD_Data
-import SD_ImageGen
-import SD_Kernels
 import SD_Model
 import SD_Run
 import SD_Train
@@ -160,13 +174,13 @@ def test_resume_of_two_ranks_is_exact(data, tmp_path):
 
 def on_this_device(*_):
     """A hook: the fused kernels run here too, through Triton's interpreter, one by one."""
-    SD_Kernels.available = lambda device: True
-    SD_Train.graphs_run = lambda *_: False
-    SD_Kernels.BLOCK_R = 256  # few and large tiles, as the interpreter's time goes by tiles
-    SD_Kernels.FusedStep.BLOCK = 1 << 13
+    sd.kernels.available = lambda device: True
+    sd.step.graphs_run = lambda *_: False
+    sd.fused_ops.BLOCK_R = 256  # few and large tiles, as the interpreter's time goes by tiles
+    sd.optim.FusedStep.BLOCK = 1 << 13
 
 
-@pytest.mark.skipif(SD_Kernels.triton is None, reason="Triton is not installed")
+@pytest.mark.skipif(sd.kernels.triton is None, reason="Triton is not installed")
 def test_fused_kernels_train_as_the_plain_network_does(data, tmp_path):
     """Same losses to rounding; exact resume, of moments in channels_last too; the checkpoint of one goes on with the
     other."""
@@ -185,7 +199,7 @@ def test_fused_kernels_train_as_the_plain_network_does(data, tmp_path):
     assert column(tmp_path / "plain", "loss")[0] != pytest.approx(column(tmp_path / "plain", "loss")[1], rel=0.02)
 
 
-@pytest.mark.skipif(SD_Kernels.triton is None, reason="Triton is not installed")
+@pytest.mark.skipif(sd.kernels.triton is None, reason="Triton is not installed")
 def test_ranks_with_fused_kernels_share_their_gradients(data, tmp_path):
     """A step of two ranks that recompute their blocks is one of two micro-batches."""
     more = ("--max_steps", 1, "--batch", 1, "--warmup", 0, "--val_steps", 0, "--sample_steps", 0, "--kernels")
@@ -201,10 +215,10 @@ def copying(*_):
     on_this_device()
     for owner, name, value in micro.peer_memory():
         setattr(owner, name, value)
-    SD_Kernels.PeerCopies.BUCKET, SD_Kernels.PeerCopies.BLOCK = 20_000, 1 << 13  # several, few and large tiles
+    sd.parallel.PeerCopies.BUCKET, sd.parallel.PeerCopies.BLOCK = 20_000, 1 << 13  # several, few and large tiles
 
 
-@pytest.mark.skipif(SD_Kernels.triton is None, reason="Triton is not installed")
+@pytest.mark.skipif(sd.kernels.triton is None, reason="Triton is not installed")
 def test_ranks_that_update_a_part_of_the_weights_each(data, tmp_path):
     """They write the checkpoint, with weights, averages and moments, and the validation of ranks that update all."""
     more = ("--max_steps", 1, "--batch", 1, "--warmup", 0, "--val_steps", 1, "--val_images", 1, "--sample_steps", 0,
@@ -227,12 +241,12 @@ def test_a_run_begun_before_a_setting_existed_takes_it_on_resume():
 
 def test_a_pass_that_cannot_be_recorded_goes_on_without_graphs(data, plain, tmp_path):
     def hook(*_):
-        class Refusing(SD_Kernels.GraphedBackward):
+        class Refusing(sd.graphs.GraphedBackward):
             def __call__(self, *inputs, first, last):
                 self.function(*inputs, last=last)  # gradients that must not stay
-                raise SD_Kernels.NotRecorded("operation not permitted when stream is capturing")
+                raise sd.graphs.NotRecorded("operation not permitted when stream is capturing")
 
-        SD_Train.graphs_run, SD_Kernels.GraphedBackward = lambda *_: True, Refusing
+        sd.step.graphs_run, sd.graphs.GraphedBackward = lambda *_: True, Refusing
         torch.cuda.synchronize = lambda: None
 
     text = train(data, tmp_path / "run", hook=hook)
@@ -250,7 +264,7 @@ def recording(lying: bool):
         def replay(self):
             steps = self.function.func.__self__  # whose first pass overwrites the gradients
             if self.first:
-                SD_Kernels.forget_gradients(steps.parameters)
+                sd.optim.forget_gradients(steps.parameters)
             self.out.copy_(self.function())
             if lying:
                 torch._foreach_mul_([p.grad for p in steps.parameters], 2)
@@ -260,8 +274,8 @@ def recording(lying: bool):
         return graph.out
 
     def hook(*_):
-        SD_Train.graphs_run, torch.cuda.CUDAGraph = lambda *_: True, Graph
-        SD_Kernels._record, SD_Kernels._warm_up = record, lambda function: [function() for _ in range(2)]
+        sd.step.graphs_run, torch.cuda.CUDAGraph = lambda *_: True, Graph
+        sd.graphs._record, sd.graphs._warm_up = record, lambda function: [function() for _ in range(2)]
         torch.cuda.synchronize = lambda: None
 
     return hook
@@ -349,12 +363,12 @@ def test_other_global_batch_is_refused(data, plain, tmp_path):
 def test_seen_is_what_the_order_says(data, plain):
     """CASES 1: every key once an epoch, the next epoch in another order; proved by the field `seen`."""
     settings = json.loads((plain / "config.json").read_text())
-    sources = SD_Data.parse_sources(settings)
-    split = SD_Data.Split(sources, [SD_Data.LatentStore(s.latents, False) for s in sources], "train", 1.0)
-    order = SD_Data.SampleOrder(split.sizes, None, settings["seed"])
+    sources = sd.data.parse_sources(settings)
+    split = sd.data.Split(sources, [sd.data.LatentStore(s.latents, False) for s in sources], "train", 1.0)
+    order = sd.data.SampleOrder(split.sizes, None, settings["seed"])
     keys = split.keys.take(order.at(np.arange(48))).to_pylist()
     assert sorted(keys[:42]) == sorted(split.keys.to_pylist()) and keys[:6] != keys[42:48]
-    sums = list(itertools.accumulate(SD_Data.seen_hash(i, key) for i, key in enumerate(keys)))
+    sums = list(itertools.accumulate(sd.data.seen_hash(i, key) for i, key in enumerate(keys)))
     assert column(plain, "seen") == [f"{sums[4 * n + 3] % 2**64:016x}" for n in range(12)]
     assert column(plain, "images") == [4 * n + 4 for n in range(12)]
 
@@ -448,15 +462,15 @@ def recorder(prefix: Path):
     Every rank is told LOCAL_RANK=0, as the first ones of several machines are."""
 
     def hook(rank=0):
-        seen, real, real_destroy = [], SD_Train.backward, dist.destroy_process_group
+        seen, real, real_destroy = [], sd.objective.backward, dist.destroy_process_group
 
         def backward(net, batch, *args):
             seen.extend(hash(x.numpy().tobytes()) for x in batch.noise)
             prefix.with_name(f"{prefix.name}_{rank}").write_text(json.dumps(seen))
             return real(net, batch, *args)
 
-        SD_Train.backward = backward
-        real_wrap = SD_Train.wrap
+        sd.objective.backward = backward
+        real_wrap = sd.step.wrap
 
         def wrap(denoiser, *args):
             def destroy():
@@ -469,7 +483,7 @@ def recorder(prefix: Path):
             dist.destroy_process_group = destroy
             return real_wrap(denoiser, *args)
 
-        SD_Train.wrap = wrap
+        sd.step.wrap = wrap
 
     return hook
 
@@ -510,9 +524,9 @@ def test_gradients_are_averaged_once():
         return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda f: f.value()[0])
 
     def wrong(model, last):  # averages in every micro-batch
-        return SD_Train.averaging(model, True)
+        return sd.step.averaging(model, True)
 
-    for context, expected in ((SD_Train.averaging, ["3.5 1"] * 2), (wrong, ["3.5 2"] * 2)):
+    for context, expected in ((sd.step.averaging, ["3.5 1"] * 2), (wrong, ["3.5 2"] * 2)):
         found = micro.fork_ranks(lambda rank, context=context: gradients(rank, context))
         assert found.decode().splitlines() == expected
 
@@ -548,7 +562,7 @@ def failing_write(step: int, how):
     """A hook: writing the checkpoint of this step ends half-way with how()."""
 
     def hook(*_):
-        real = SD_Run.write_checkpoint
+        real = sd.checkpoints.write_checkpoint
 
         def write(folder, snapshot):
             if snapshot["state"]["step"] != step:
@@ -556,7 +570,7 @@ def failing_write(step: int, how):
             (folder / "unet.safetensors").write_bytes(b"half of it")
             how()
 
-        SD_Run.write_checkpoint = write
+        sd.checkpoints.write_checkpoint = write
 
     return hook
 
@@ -653,7 +667,7 @@ def test_nothing_is_unpickled(data, plain, tmp_path):
     bad = run / "checkpoints/step_00000009"
     torch.save({"state": Touch(str(marker))}, bad / "optimizer.pt")
     manifest = json.loads((bad / "manifest.json").read_text())
-    manifest["optimizer.pt"] = SD_Run.sha256(bad / "optimizer.pt")
+    manifest["optimizer.pt"] = sd.files.sha256(bad / "optimizer.pt")
     (bad / "manifest.json").write_text(json.dumps(manifest))
     text = train(data, run, "--resume", bad, expect=2)
     assert "optimizer.pt" in text and not marker.exists()
@@ -677,11 +691,13 @@ def test_checkpoint_alone_can_paint(data, tmp_path):
     )
     moved = shutil.copytree(last_checkpoint(tmp_path / "run"), tmp_path / "moved")
     for weights in ("ema", "live"):
-        model = SD_Convert.open_model(moved, weights)
+        model = sd.weights.read.open_model(moved, weights)
         own = safetensors.torch.load_file(moved / ("unet_ema.safetensors" if weights == "ema" else "unet.safetensors"))
         assert all(torch.equal(own[k], t) for k, t in model.unet().state_dict().items())
         assert model.vae() and model.text_encoder()
-    assert not torch.equal(*(SD_Convert.open_model(moved, w).text_encoder().encode(["red 1"]) for w in ("ema", "live")))
+    assert not torch.equal(
+        *(sd.weights.read.open_model(moved, w).text_encoder().encode(["red 1"]) for w in ("ema", "live"))
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -691,9 +707,9 @@ def test_checkpoint_alone_can_paint(data, tmp_path):
 
 def slowly(*_):
     """A hook: steps and saves that can be hit."""
-    real, real_write = SD_Train.backward, SD_Run.write_checkpoint
-    SD_Train.backward = lambda *args: time.sleep(0.05) or real(*args)
-    SD_Run.write_checkpoint = lambda *args: time.sleep(0.4) or real_write(*args)
+    real, real_write = sd.objective.backward, sd.checkpoints.write_checkpoint
+    sd.objective.backward = lambda *args: time.sleep(0.05) or real(*args)
+    sd.checkpoints.write_checkpoint = lambda *args: time.sleep(0.4) or real_write(*args)
 
 
 def until(condition, seconds=60):
@@ -714,7 +730,7 @@ def test_signal_saves_and_says_how_to_go_on(first, data, plain, tmp_path):
     os.kill(pid, signal.SIGTERM), os.kill(pid, signal.SIGINT)
     assert status_of(pid) == 0
     text = output.read_text()
-    assert SD_Run.resume_problem(last_checkpoint(out)) is None and "Traceback" not in text
+    assert sd.checkpoints.resume_problem(last_checkpoint(out)) is None and "Traceback" not in text
     step = json.loads((last_checkpoint(out) / "state.json").read_text())["step"]
     assert f"stopped after step {step} of 12; go on with:" in text and step < 12
     command = text.split("go on with:\n")[1].split("\n")[0].split()
@@ -729,7 +745,7 @@ def test_signal_to_one_of_two_ranks_stops_both(data, tmp_path):
     until(lambda: (out / "log.jsonl").exists() and len(rows(out)) >= 2)
     os.kill(pids[1], signal.SIGTERM)
     assert [status_of(p) for p in pids] == [0, 0]
-    assert SD_Run.resume_problem(last_checkpoint(out)) is None and len(rows(out)) < 12
+    assert sd.checkpoints.resume_problem(last_checkpoint(out)) is None and len(rows(out)) < 12
 
 
 def test_resume_command(monkeypatch):
@@ -751,7 +767,7 @@ def poisoned(rank: int, steps: set[int], path: Path):
     """A hook: this rank's latents are NaN in these steps (0, 1, ...)."""
 
     def hook(own_rank=0):
-        real = SD_Train.make_batch
+        real = sd.data.make_batch
 
         def make_batch(split, order, positions, *args):
             batch = real(split, order, positions, *args)
@@ -759,7 +775,7 @@ def poisoned(rank: int, steps: set[int], path: Path):
                 batch.latents[0, 0, 0, 0] = math.nan
             return batch
 
-        SD_Train.make_batch = make_batch
+        sd.data.make_batch = make_batch
 
     return hook
 
@@ -805,19 +821,20 @@ def test_validation_and_samples_leave_weights_and_random_state_alone(data, tmp_p
     config = SD_Model.UNetConfig(channels=(8, 16), attention=(False, True), num_res_blocks=1, num_heads=2,
                                  context_dim=16, norm_groups=4, dropout=0.5)  # fmt: skip
     encoder = SD_Model.TextEncoder.from_pretrained(str(data / "text_encoder"))
-    net, schedule = SD_Train.Denoiser(SD_Model.UNet(config, "none"), encoder), SD_Model.NoiseSchedule()
+    net, schedule = sd.objective.Denoiser(SD_Model.UNet(config, "none"), encoder), SD_Model.NoiseSchedule()
     net.train()
-    batch = SD_Data.Batch(
+    batch = sd.data.Batch(
         torch.randn(8, 4, 8, 8), torch.randn(8, 4, 8, 8), torch.arange(8) * 100, encoder.tokenize(["a"] * 8)
     )
     before, state = SD_Model.weights_hash(net), torch.get_rng_state()
     losses = [
-        SD_Train.validate(net, "fp32", [batch], lambda ids: ids, schedule, 3, torch.device("cpu"), 0, 1) for _ in "ab"
+        sd.objective.validate(net, "fp32", [batch], lambda ids: ids, schedule, 3, torch.device("cpu"), 0, 1)
+        for _ in "ab"
     ]
     assert losses[0] == losses[1] and losses[0]["bins"][8:] == [None, None]
     settings = {"dtype": "fp32", "size": 64, "sample_cfg": 3.0}
-    vae = SD_Convert.load_vae(data / "vae")
-    SD_Train.sample_grid(
+    vae = sd.weights.read.load_vae(data / "vae")
+    sd.painting.sample_grid(
         tmp_path / "grid.png",
         copy.deepcopy(net).eval(),
         encoder,
@@ -839,11 +856,11 @@ def test_ema_moves_in_fp32():
         ema, live = (torch.nn.Linear(1, 1, bias=False, dtype=dtype) for _ in range(2))
         torch.nn.init.constant_(ema.weight, 1.0), torch.nn.init.constant_(live.weight, 1.01)
         for _ in range(10_000):
-            SD_Train.update_ema([ema.weight], [live.weight], 0.9999)
+            sd.optim.update_ema([ema.weight], [live.weight], 0.9999)
         ends[dtype] = ema.weight.item()
     assert ends[torch.float32] == pytest.approx(1.0063, abs=0.0005) and ends[torch.bfloat16] == 1.0
-    assert SD_Train.ema_decay(0.9999, 0) == 0.1 and SD_Train.ema_decay(0.9999, 10**6) == 0.9999
-    assert SD_Train.ema_decay(0.9999, 90) == pytest.approx(91 / 100)
+    assert sd.optim.ema_decay(0.9999, 0) == 0.1 and sd.optim.ema_decay(0.9999, 10**6) == 0.9999
+    assert sd.optim.ema_decay(0.9999, 90) == pytest.approx(91 / 100)
 
 
 def test_ema_starts_its_warm_up_anew_in_a_new_phase(data, plain, tmp_path):
@@ -868,8 +885,8 @@ def test_null_caption_is_the_generators(data):
     """CASES 8: what a dropped caption becomes is what an empty negative prompt is."""
     encoder = SD_Model.TextEncoder.from_pretrained(str(data / "text_encoder"))
     null = encoder.tokenize([""])
-    assert torch.equal(null, SD_ImageGen.chunk_ids(encoder, ""))
-    contexts, nulls = SD_ImageGen.encode_pairs(encoder, ["red 1"], [""])
+    assert torch.equal(null, sd.painting.chunk_ids(encoder, ""))
+    contexts, nulls = sd.painting.encode_pairs(encoder, ["red 1"], [""])
     with torch.no_grad():
         assert torch.equal(nulls[0], encoder(null)[0]) and nulls[0].abs().max() > 0
 
@@ -896,7 +913,7 @@ def test_loss_weights():
     schedule = SD_Model.NoiseSchedule()
     t = torch.tensor([0, 100, 250, 999])
     snr = schedule.snr(t)
-    weigh = SD_Train.loss_weight
+    weigh = sd.objective.loss_weight
     assert torch.allclose(
         weigh(t, schedule, {"weighting": "min_snr", "gamma": 5}), torch.tensor([0.004254, 0.59144, 1, 1]), rtol=2e-4
     )
@@ -940,7 +957,7 @@ def test_v_and_zero_terminal_snr_run(data, tmp_path):
 
 
 def test_adaptive_clipping(data, plain, tmp_path):
-    limit = SD_Train.clip_limit
+    limit = sd.optim.clip_limit
     assert limit({"clip": 1.0, "adaptive_clip": 0}, 5.0) == 1.0
     assert limit({"clip": 1.0, "adaptive_clip": 3}, 0.1) == pytest.approx(0.3)
     assert limit({"clip": 1.0, "adaptive_clip": 3}, 0.0) == 1.0  # no mean yet
@@ -952,7 +969,7 @@ def test_adaptive_clipping(data, plain, tmp_path):
 
 def test_learning_rate_schedules():
     def at(step, **kw):
-        return SD_Train.lr_at(step, 101, {"lr": 1.0, "warmup": 10, "lr_schedule": "cosine"} | kw)
+        return sd.optim.lr_at(step, 101, {"lr": 1.0, "warmup": 10, "lr_schedule": "cosine"} | kw)
 
     assert at(0) == pytest.approx(0.01) and at(5) == pytest.approx(0.505) and at(10) == pytest.approx(1)
     assert at(55) == pytest.approx(0.505) and at(100) == pytest.approx(0.01)
@@ -963,10 +980,10 @@ def test_learning_rate_schedules():
 
 def test_weight_decay_spares_biases_and_norms(data):
     encoder = SD_Model.TextEncoder.from_pretrained(str(data / "text_encoder"))
-    net = SD_Train.Denoiser(SD_Model.UNet(SD_Model.PRESETS["micro"]["unet"]), encoder)
+    net = sd.objective.Denoiser(SD_Model.UNet(SD_Model.PRESETS["micro"]["unet"]), encoder)
     settings = {"text_lr": 0.1, "decay": 0.01, "lr": 1.0, "beta1": 0.8, "beta2": 0.99}
-    optimizer = SD_Train.make_optimizer(net, settings)
-    SD_Train.set_lr(optimizer, 0.5)
+    optimizer = sd.optim.make_optimizer(net, settings)
+    sd.optim.set_lr(optimizer, 0.5)
     found = {id(p): (g["weight_decay"], g["lr"], g["betas"]) for g in optimizer.param_groups for p in g["params"]}
     assert len(found) == len(list(net.parameters()))
     for name, p in net.named_parameters():
@@ -1054,7 +1071,7 @@ def test_too_short_a_run(data, tmp_path):
 
 def test_vae_of_other_latents(data, tmp_path):
     torch.manual_seed(1)
-    SD_Convert.save_vae(SD_Model.VAE(SD_Model.PRESETS["micro"]["vae"]), tmp_path / "other")
+    sd.weights.parts.save_vae(SD_Model.VAE(SD_Model.PRESETS["micro"]["vae"]), tmp_path / "other")
     refused(data, tmp_path / "run", "--vae", tmp_path / "other", mentions="made with another VAE")
     refused(data, tmp_path / "run", "--vae", tmp_path / "other", "--sample_steps", 5, mentions="made with another VAE")
 
@@ -1124,7 +1141,7 @@ def test_preset_changed_since(data, plain, tmp_path):
     model["unet"]["num_heads"] = 4
     (checkpoint / "model.json").write_text(json.dumps(model))
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    manifest["model.json"] = SD_Run.sha256(checkpoint / "model.json")
+    manifest["model.json"] = sd.files.sha256(checkpoint / "model.json")
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     assert "and the preset is now" in train(data, run, "--resume", expect=2)
 
@@ -1175,7 +1192,7 @@ def test_loss_is_the_mean_over_samples(data, tmp_path):
 
 
 def test_log_waits_for_room(tmp_path, monkeypatch, capsys):
-    log = SD_Run.Log(tmp_path, {"wandb": "disabled"}, 0)
+    log = sd.log.Log(tmp_path, {"wandb": "disabled"}, 0)
     log.write("log.jsonl", {"step": 1})
     monkeypatch.setattr(os, "ftruncate", os.ftruncate)
     real = open
@@ -1237,14 +1254,14 @@ def test_dry_run_plans_and_writes_no_run(data, tmp_path):
 @pytest.mark.parametrize("grad_checkpoint", ["none", "resblocks", "all"])
 def test_activations_are_counted(grad_checkpoint, kernels):
     """The fake forward keeps what a real one keeps; without checkpointing, hooks see all of it."""
-    if kernels and SD_Kernels.triton is None:
+    if kernels and sd.kernels.triton is None:
         pytest.skip("Triton is not installed")
     settings = {"model": "micro", "size": 64, "dtype": "fp32", "kernels": kernels, "grad_checkpoint": grad_checkpoint}
     settings["accumulate"] = 1
-    (one, _), (two, _), (four, block) = (SD_Train.activation_bytes(settings, n, torch.device("cpu")) for n in (1, 2, 4))
+    (one, _), (two, _), (four, block) = (sd.plan.activation_bytes(settings, n, torch.device("cpu")) for n in (1, 2, 4))
     assert four - two == 2 * (two - one) > 0
     net, kept, storages = SD_Model.UNet(SD_Model.PRESETS["micro"]["unet"]), [], {}
-    net = SD_Kernels.apply(net) if kernels else net
+    net = sd.fused.apply(net) if kernels else net
     own = {p.untyped_storage().data_ptr() for p in net.parameters()}
 
     def count(t):
@@ -1262,7 +1279,7 @@ def test_activations_are_counted(grad_checkpoint, kernels):
         assert 0.2 * real < four < 0.95 * real
 
 
-@pytest.mark.skipif(SD_Kernels.triton is None, reason="Triton is not installed")
+@pytest.mark.skipif(sd.kernels.triton is None, reason="Triton is not installed")
 @pytest.mark.parametrize("more", [{}, {"accumulate": 2}, {"compress_gradients": True}, {"peer_copies": False}])
 def test_memory_of_shared_gradients_is_estimated(more):
     """What two processes' buckets take, without the bf16 copies, which they would hold anyway."""
@@ -1271,12 +1288,12 @@ def test_memory_of_shared_gradients_is_estimated(more):
 
     def rank(r):
         copying()
-        SD_Kernels.PeerCopies.BLOCK = 16
+        sd.parallel.PeerCopies.BLOCK = 16
         os.environ["LOCAL_WORLD_SIZE"] = "2"
-        net = SD_Kernels.apply(SD_Model.UNet(SD_Model.PRESETS["micro"]["unet"], "none"))
-        denoiser = SD_Train.Denoiser(net, None)
-        update = SD_Train.Update(
-            SD_Train.make_optimizer(denoiser, settings), denoiser, copy.deepcopy(denoiser), settings, 2
+        net = sd.fused.apply(SD_Model.UNet(SD_Model.PRESETS["micro"]["unet"], "none"))
+        denoiser = sd.objective.Denoiser(net, None)
+        update = sd.step.Update(
+            sd.optim.make_optimizer(denoiser, settings), denoiser, copy.deepcopy(denoiser), settings, 2
         )
         with torch.autocast("cpu", torch.bfloat16):
             out = net(torch.randn(1, 4, 8, 8), torch.zeros(1), torch.zeros(1, SD_Model.TextEncoder.MAX_LENGTH, 16))
@@ -1287,7 +1304,7 @@ def test_memory_of_shared_gradients_is_estimated(more):
             for memory in (b.flat, b.sums, *(p.copy_bf16 for p in b.parameters if b.split)):
                 storages[memory.untyped_storage().data_ptr()] = memory.untyped_storage().nbytes()
         copies = sum(2 * p.numel() for b in update.shared.buckets if b.split for p in b.parameters)
-        estimate = SD_Train.memory_estimate(settings, denoiser, None, torch.device("cpu"))["gradients sent"]
+        estimate = sd.plan.memory_estimate(settings, denoiser, None, torch.device("cpu"))["gradients sent"]
         return pickle.dumps((sum(storages.values()) - copies, estimate))
 
     real, estimate = pickle.load(io.BytesIO(micro.fork_ranks(rank)))
@@ -1296,26 +1313,24 @@ def test_memory_of_shared_gradients_is_estimated(more):
 
 def test_memory_of_shared_gradients_is_enough_for_nccl(monkeypatch):
     settings = SD_Train.resolve(SD_Train.parse_args(["--phase", "demo", "--model", "micro"]), None)
-    denoiser = SD_Train.Denoiser(SD_Kernels.apply(SD_Model.UNet(SD_Model.PRESETS["micro"]["unet"])), None)
+    denoiser = sd.objective.Denoiser(sd.fused.apply(SD_Model.UNet(SD_Model.PRESETS["micro"]["unet"])), None)
     monkeypatch.setenv("WORLD_SIZE", "8"), monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     settings |= {"kernels": True, "dtype": "bf16", "accumulate": 1}
-    estimate = SD_Train.memory_estimate(settings, denoiser, None, torch.device("cpu"))["gradients sent"]
+    estimate = sd.plan.memory_estimate(settings, denoiser, None, torch.device("cpu"))["gradients sent"]
     assert estimate == 4 * SD_Model.count_parameters(denoiser)[1]
 
 
 @pytest.mark.parametrize("free,wanted", [(80, "none"), (47, "resblocks"), (30, "all"), (10, "all")])
 def test_auto_recomputes_as_little_as_fits(free, wanted, monkeypatch):
     peaks = {"none": 40 << 30, "resblocks": 38 << 30, "all": 20 << 30}
-    monkeypatch.setattr(SD_Train, "memory_estimate", lambda settings, *_: {"peak": peaks[settings["grad_checkpoint"]]})
+    monkeypatch.setattr(sd.plan, "memory_estimate", lambda settings, *_: {"peak": peaks[settings["grad_checkpoint"]]})
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 30, 80 << 30))
     said = []
     cuda = torch.device("cuda")
-    assert SD_Train.choose_grad_checkpoint({"grad_checkpoint": "auto"}, None, None, cuda, said.append) == wanted
+    assert sd.plan.choose_grad_checkpoint({"grad_checkpoint": "auto"}, None, None, cuda, said.append) == wanted
     assert f"auto: {wanted}" in said[0]
-    assert SD_Train.choose_grad_checkpoint({"grad_checkpoint": "all"}, None, None, cuda, said.append) == "all"
-    assert (
-        SD_Train.choose_grad_checkpoint({"grad_checkpoint": "auto"}, None, None, torch.device("cpu"), print) == "none"
-    )
+    assert sd.plan.choose_grad_checkpoint({"grad_checkpoint": "all"}, None, None, cuda, said.append) == "all"
+    assert sd.plan.choose_grad_checkpoint({"grad_checkpoint": "auto"}, None, None, torch.device("cpu"), print) == "none"
 
 
 def test_lineage_can_be_printed(data, plain, tmp_path, capsys):
@@ -1325,7 +1340,7 @@ def test_lineage_can_be_printed(data, plain, tmp_path, capsys):
     for model in (tmp_path / "second", last_checkpoint(tmp_path / "second"), tmp_path / "model.safetensors"):
         SD_Run.main(["--lineage", str(model)])
         text = capsys.readouterr().out
-        parent = SD_Model.weights_hash(SD_Convert.open_model(plain, "ema").unet())
+        parent = SD_Model.weights_hash(sd.weights.read.open_model(plain, "ema").unet())
         assert f"1. demo, 48 images, EMA weights {parent[:16]}" in text and "2. openmoji, 20 images" in text
         assert "things/latents  manifest" in text and "few/dataset  manifest" in text
     SD_Run.main(["--plot", str(plain)])
@@ -1346,11 +1361,11 @@ def waiting(forward=0.0, backward=0.0, sharing=0.0, update=0.0, loader=0.0):
         setattr(owner, name, waited)
 
     def hook(*_):
-        later(SD_Train.Denoiser, "forward", forward)
+        later(sd.objective.Denoiser, "forward", forward)
         later(torch.Tensor, "backward", backward)
-        later(SD_Train, "averaging", lambda model, last: sharing * last)
-        later(SD_Train.Update, "__call__", update)
-        later(SD_Train, "make_batch", loader)
+        later(sd.step, "averaging", lambda model, last: sharing * last)
+        later(sd.step.Update, "__call__", update)
+        later(sd.data, "make_batch", loader)
 
     return hook
 
@@ -1381,7 +1396,7 @@ def test_benchmark_finds_what_takes_the_time(data, tmp_path):
     traced = row("--batch", 2, "--trace", tmp_path / "trace.json", hook=waiting(loader=0.1))
     trace = json.loads((tmp_path / "trace.json").read_text())
     updates = [e for e in trace["traceEvents"] if e.get("name", "").startswith("Optimizer.step#")]
-    assert trace["steps"] == len(updates) == SD_Train.TRACED
+    assert trace["steps"] == len(updates) == sd.speed.TRACED
     assert traced["data_wait_ms"] < 150  # of the timed steps alone
     for wrong, found in (
         (["--trace", "x"], "give that flag too"),
@@ -1432,11 +1447,11 @@ def test_kinds_of_kernels_in_a_trace(monkeypatch, tmp_path, capsys):
         trace_kinds.main([str(trace)])
 
 
-@pytest.mark.skipif(SD_Kernels.triton is None, reason="Triton is not installed")
+@pytest.mark.skipif(sd.kernels.triton is None, reason="Triton is not installed")
 def test_benchmark_of_ranks_that_copy_gradients(data, tmp_path):
     def hook(*_):
         copying()
-        SD_Train.PASSES = 1
+        sd.speed.PASSES = 1
 
     more = ("--benchmark", 1, "--batch", 1, "--kernels", "--dtype", "bf16")
     row = json.loads(train(data, tmp_path / "run", *more, world=2, hook=hook).splitlines()[-1])
@@ -1455,7 +1470,7 @@ def test_loss_benchmark_tells_rounding_from_other_training(monkeypatch, capsys):
     def pair():
         return next(iter(pairs().values()))
 
-    same, backward = pair(), SD_Train.backward
+    same, backward = pair(), sd.objective.backward
     exact = [row["all"] for runs, row in pairs("--dtype", "bf16").items() if runs[1] == "plain, fp32"]
     assert len(exact) == 2 and min(exact) > 3 * same["all"]  # bf16 rounds more than fp32 in another order
     assert same["all"] < 1e-5 and max(same["quarters"]) < 1e-5 and 0 < same["weights"] < 1e-3
@@ -1463,7 +1478,7 @@ def test_loss_benchmark_tells_rounding_from_other_training(monkeypatch, capsys):
     def weighted_otherwise(net, batch, text, schedule, settings, share):
         return backward(net, batch, text, schedule, settings | {"gamma": 1.0 if share == 1 else 5.0}, share)
 
-    monkeypatch.setattr(SD_Train, "backward", weighted_otherwise)
+    monkeypatch.setattr(sd.objective, "backward", weighted_otherwise)
     other = pair()
     assert other["all"] > 1e-3 and min(other["quarters"][1:]) > 1e-3 and other["weights"] > 0.01
     assert sum(other["quarters"]) / 4 == pytest.approx(other["all"], rel=1e-5)

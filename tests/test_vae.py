@@ -16,10 +16,14 @@ from conftest import randomise
 from safetensors.torch import load_file
 from test_encode import forked, refused, status_of
 
-import SD_Convert
+import sd.files
+import sd.optim
+import sd.pictures
+import sd.shapes
+import sd.shards
+import sd.weights.read
 import SD_Model
 import SD_TrainVAE
-from data_pipeline import common, shapes
 
 SIZE, STEPS = 32, 6
 
@@ -30,9 +34,11 @@ def images(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("shapes") / "images"
     folder.mkdir()
     for n in range(2):
-        with common.ShardWriter(folder / f"{n:05d}.tar") as shard:
+        with sd.shards.ShardWriter(folder / f"{n:05d}.tar") as shard:
             for i in range(32):
-                shard.add(f"{n}{i:04d}", common.encode_png(shapes.sample(0, 32 * n + i, SIZE)[0]), "png", "", {})
+                shard.add(
+                    f"{n}{i:04d}", sd.pictures.encode_png(sd.shapes.sample(0, 32 * n + i, SIZE)[0]), "png", "", {}
+                )
     return folder
 
 
@@ -110,7 +116,7 @@ def test_orthogonalised_keeps_directions_and_evens_lengths(shape):
     rank = min(shape)
     u, _, v = torch.linalg.svd(torch.randn(shape, generator=torch.Generator().manual_seed(0)), full_matrices=False)
     matrix = 1e-4 * u @ torch.diag(torch.logspace(0, -2, rank)) @ v
-    lengths = u.T @ SD_TrainVAE.orthogonalised(matrix) @ v.T
+    lengths = u.T @ sd.optim.orthogonalised(matrix) @ v.T
     diagonal = lengths.diagonal()
     assert (lengths - torch.diag(diagonal)).abs().max() < 1e-3
     assert 0.3 < diagonal.min() and diagonal.max() < 1.3
@@ -119,7 +125,7 @@ def test_orthogonalised_keeps_directions_and_evens_lengths(shape):
 def test_muon_steps_down_a_badly_scaled_valley():
     """One step moves a kernel by lr in every direction, against the gradient; momentum and decay are its own."""
     p = torch.nn.Parameter(torch.eye(4).reshape(4, 4, 1, 1))
-    muon = SD_TrainVAE.Muon([p], lr=0.1, weight_decay=0.5)
+    muon = sd.optim.Muon([p], lr=0.1, weight_decay=0.5)
     p.grad = torch.diag(torch.tensor([1.0, 0.5, 0.2, 0.1])).reshape(4, 4, 1, 1)
     muon.step()
     moved = torch.eye(4) * (1 - 0.1 * 0.5) - p.detach().flatten(1)
@@ -167,7 +173,7 @@ def test_run_folder_and_unit_variance(images, run):
     sheet = cv2.imread(str(run / "samples" / "step_00000006.png"))
     assert sheet is not None and sheet.shape[2] == 3
 
-    vae = SD_Convert.load_vae(run / "vae")
+    vae = sd.weights.read.load_vae(run / "vae")
     result = json.loads((run / "result.json").read_text())
     assert SD_Model.weights_hash(vae) == result["vae_hash"]
     ema = load_file(run / "checkpoints" / "step_00000006" / "vae_ema.safetensors")
@@ -259,7 +265,7 @@ def test_damaged_checkpoints(images, run, tmp_path, capsys):
     target = checkpoints / "step_00000004"
     (target / "optimizer.pt").write_bytes(pickle.dumps(Evil()))
     manifest = json.loads((target / "manifest.json").read_text())
-    manifest["optimizer.pt"] = SD_TrainVAE.sha256(target / "optimizer.pt")
+    manifest["optimizer.pt"] = sd.files.sha256(target / "optimizer.pt")
     (target / "manifest.json").write_text(json.dumps(manifest))
     assert "optimizer.pt" in refused(capsys, train, images, tmp_path / "evil", "--resume")
     assert not marker.exists()

@@ -28,11 +28,14 @@ import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, F401  (this and the next line: imported once here, and not in each fork)
 from transformers import CLIPTextModel, CLIPTokenizer  # noqa: E402, F401
 
-import SD_Convert  # noqa: E402
-import SD_Kernels  # noqa: E402
+import sd.files  # noqa: E402
+import sd.log  # noqa: E402
+import sd.objective  # noqa: E402
+import sd.parallel  # noqa: E402
+import sd.text  # noqa: E402
+import sd.weights.parts  # noqa: E402
 import SD_Model  # noqa: E402
 import SD_Train  # noqa: E402
-from data_pipeline import common  # noqa: E402
 
 SIZE, LENGTH = 64, 12  # pixels a side, token ids a caption
 SD_Model.PRESETS["micro"] = dict(
@@ -59,14 +62,14 @@ def write_dataset(folder: Path, tokenizer, keys: dict[str, list[str]]):
     for split, names in keys.items():
         (folder / split).mkdir(parents=True)
         captions = [f"{('red', 'green', 'blue')[i % 3]} {i}" for i in range(len(names))]
-        ids = pa.array(common.tokenize(tokenizer, captions).ravel() if names else [], pa.int32())
+        ids = pa.array(sd.text.tokenize(tokenizer, captions).ravel() if names else [], pa.int32())
         table = pa.table({"image_key": pa.array(names, pa.string()), "caption": pa.array(captions, pa.string()),
                           "input_ids": pa.FixedSizeListArray.from_arrays(ids, LENGTH)})  # fmt: skip
         with pa.ipc.new_stream(folder / split / "data.arrow", table.schema) as stream:
             stream.write_table(table, max_chunksize=7)
         (folder / split / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
     counts = {split: len(names) for split, names in keys.items()}
-    common.write_manifest(folder, {"complete": True, "tokenizer_hash": common.tokenizer_hash(tokenizer),
+    sd.files.write_manifest(folder, {"complete": True, "tokenizer_hash": sd.text.tokenizer_hash(tokenizer),
                                    "max_length": LENGTH, "counts": counts})  # fmt: skip
 
 
@@ -81,14 +84,14 @@ def write_latents(folder: Path, keys: list[str], vae: dict, seed: int, shards: i
         pq.write_table(table, folder / f"{n:05d}.parquet")
     manifest = {"format": "latents-1", "vae": vae, "size": SIZE, "latent_shape": [4, 8, 8], "kind": "mean",
                 "scaled": True, "count": len(keys), "shards": shards}  # fmt: skip
-    common.write_manifest(folder, manifest)
+    sd.files.write_manifest(folder, manifest)
 
 
 def make_data(root: Path, sizes: dict[str, int], held_out: int = 8) -> Path:
     """vae/, tokenizer/, text_encoder/, and <source>/dataset, <source>/latents with sizes[source] training pictures."""
     torch.manual_seed(0)
     vae = SD_Model.VAE(SD_Model.PRESETS["micro"]["vae"])
-    SD_Convert.save_vae(vae, root / "vae")
+    sd.weights.parts.save_vae(vae, root / "vae")
     described = {"hash": SD_Model.weights_hash(vae), "name": str(root / "vae"), "config": {}}
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(root / "tokenizer")
@@ -162,7 +165,7 @@ class FileMemory:
 def peer_memory(possible: bool = True) -> list[tuple]:
     """What to set, as (owner, name, value), for processes on a CPU to reach each other's memory as GPUs do."""
     return [
-        (SD_Kernels.PeerCopies, "possible", lambda device: possible),
+        (sd.parallel.PeerCopies, "possible", lambda device: possible),
         (SD_Kernels, "_symmetric_empty", lambda size, device: torch.empty(size, dtype=torch.uint8)),
         (SD_Kernels, "_symmetric_handle", lambda memory: FileMemory(len(memory))),
     ]
@@ -188,7 +191,7 @@ def start(argv: list[str], output: Path, hook=None, curves=False, limit=120, **e
         torch.set_num_threads(1)
         faulthandler.dump_traceback_later(limit, exit=True, file=sys.stderr)
         if not curves:
-            SD_Train.plot_run = lambda out: None
+            sd.log.plot_run = lambda out: None
         if hook is not None:
             hook()
         SD_Model.run_cli(lambda: SD_Train.main(argv))
@@ -260,6 +263,6 @@ if __name__ == "__main__":
     else:
         if sys.argv[1:2] == ["--slow"]:  # 15 ms more a micro-batch
             del sys.argv[1]
-            real = SD_Train.backward
-            SD_Train.backward = lambda *args: time.sleep(0.015) or real(*args)
+            real = sd.objective.backward
+            sd.objective.backward = lambda *args: time.sleep(0.015) or real(*args)
         SD_Model.run_cli(SD_Train.main)

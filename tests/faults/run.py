@@ -26,8 +26,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import micro  # noqa: E402
 from micro import checkpoints, differences, flags, start, start_ranks, status_of  # noqa: E402
 
+import sd.checkpoints  # noqa: E402
+import sd.data  # noqa: E402
+import sd.objective  # noqa: E402
 import SD_Run  # noqa: E402
-import SD_Train  # noqa: E402
 
 STEPS, SAVE = 40, 2
 RUN = ("--max_steps", STEPS, "--save_steps", SAVE, "--keep_last", 3, "--val_steps", 20)
@@ -79,8 +81,8 @@ class Faults:
 
 def slow(*_):
     """A hook: each step takes 15 ms more, and each file of a checkpoint a few."""
-    real, real_save = SD_Train.backward, SD_Run.safetensors.torch.save_file
-    SD_Train.backward = lambda *args: time.sleep(0.015) or real(*args)
+    real, real_save = sd.objective.backward, SD_Run.safetensors.torch.save_file
+    sd.objective.backward = lambda *args: time.sleep(0.015) or real(*args)
 
     def save_file(*args):
         real_save(*args)
@@ -201,7 +203,7 @@ def full_disk(f: Faults):
                     pass
 
             def hook(moment=moment, fill=fill):
-                real, real_save = SD_Run.write_checkpoint, SD_Run.torch.save
+                real, real_save = sd.checkpoints.write_checkpoint, SD_Run.torch.save
 
                 def write(folder, snapshot):
                     if snapshot["state"]["step"] >= 20 and moment == "in the middle":
@@ -210,7 +212,7 @@ def full_disk(f: Faults):
                     if snapshot["state"]["step"] == 18 and moment == "before":
                         fill()
 
-                SD_Run.write_checkpoint = write
+                sd.checkpoints.write_checkpoint = write
 
             status, text, faults = f.train(out, hook=hook), f.text(out), []
             if (
@@ -220,7 +222,7 @@ def full_disk(f: Faults):
                 or "could not be written" not in text
             ):
                 faults.append(f"status {status}: {text[-300:]}")
-            if not checkpoints(out) or SD_Run.resume_problem(checkpoints(out)[-1]):
+            if not checkpoints(out) or sd.checkpoints.resume_problem(checkpoints(out)[-1]):
                 faults.append("no sound checkpoint is left")
             ballast.unlink(missing_ok=True)
             f.count(f"disk full {moment} of a save" if moment != "before" else "disk full before a save",
@@ -264,7 +266,7 @@ def nan(f: Faults):
         for steps in ({5, 6, 20}, set(range(10, 40))):
 
             def hook(own, rank=rank, steps=steps):
-                real = SD_Train.make_batch
+                real = sd.data.make_batch
 
                 def make_batch(split, order, positions, *args):
                     batch = real(split, order, positions, *args)
@@ -272,7 +274,7 @@ def nan(f: Faults):
                         batch.latents[0, 0, 0, 0] = math.nan
                     return batch
 
-                SD_Train.make_batch = make_batch
+                sd.data.make_batch = make_batch
 
             out, faults = f.new("nan"), []
             status = f.train(out, "--max_skipped", 5, world=2, hook=hook)

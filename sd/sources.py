@@ -13,7 +13,6 @@ import os
 import re
 import tarfile
 import time
-import urllib.error
 import urllib.request
 import zipfile
 import zlib
@@ -23,15 +22,16 @@ from pathlib import Path
 
 import numpy as np
 
-import common
+from sd.errors import InputError
+from sd.files import make_folder, read_json
+from sd.pictures import Reject, decode_image, encode_jpeg, resize_crop
+from sd.shards import IMAGE_EXTENSIONS, MAX_MEMBER_BYTES, ShardWriter, build_shards, key_fraction, plain_members
 
 TRIES = 5  # of a file from a server
+
 PAUSE = 1.0  # seconds after the first failure, twice as long after each further one
+
 BLOCK = 1 << 20
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Flags
 
 
 def add_arguments(parser: argparse.ArgumentParser, path_help: str, url_help: str, hub: bool, shard_size: int | None):
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser, path_help: str, url_help: str
 
 def check_arguments(args: argparse.Namespace) -> None:
     if args.size < 8 or args.min_side < 0 or not 1 <= getattr(args, "shard_size", 1) <= 10_000:
-        common.fail("--size must be at least 8, --min_side at least 0, --shard_size from 1 to 10,000")
+        raise InputError("--size must be at least 8, --min_side at least 0, --shard_size from 1 to 10,000")
 
 
 def parse_range(flag: str, text: str, lowest: int, highest: int, example: str) -> range:
@@ -61,7 +61,7 @@ def parse_range(flag: str, text: str, lowest: int, highest: int, example: str) -
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (highest, lowest - 1)
     if not lowest <= first <= last <= highest:
-        common.fail(f"{flag} is {text}: give a number or a range such as {example}, from {lowest} to {highest:,}")
+        raise InputError(f"{flag} is {text}: give a number or a range such as {example}, from {lowest} to {highest:,}")
     return range(first, last + 1)
 
 
@@ -72,16 +72,12 @@ def folder_of(name: str) -> str:
 
 def choose(options: list, seed: int, key: str):
     """One of the options, always the same for this seed and key."""
-    return options[int(common.key_fraction(f"{seed}/{key}") * len(options))]
+    return options[int(key_fraction(f"{seed}/{key}") * len(options))]
 
 
 def content_hash(items: list) -> str:
     """A short hash of names and captions, by which a changed source is noticed."""
     return hashlib.sha256(json.dumps(items, default=str).encode()).hexdigest()[:16]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Where files come from
 
 
 def origin_of(args: argparse.Namespace, folder: Path) -> dict:
@@ -92,7 +88,7 @@ def origin_of(args: argparse.Namespace, folder: Path) -> dict:
     if args.url:
         return {"url": args.url}
     if (folder / "manifest.json").exists():
-        old = common.read_json(folder / "manifest.json").get("settings", {}).get("origin", {})
+        old = read_json(folder / "manifest.json").get("settings", {}).get("origin", {})
         if old.get("hub_id") == args.hub_id and args.revision in (None, old.get("asked"), old.get("revision")):
             return old
     info = _ask_hub(args.hub_id, lambda hub: hub.HfApi().dataset_info(args.hub_id, revision=args.revision))
@@ -107,7 +103,9 @@ def _ask_hub(hub_id: str, question: Callable):
         return question(huggingface_hub)
     except (OSError, ValueError, httpx.HTTPError, huggingface_hub.errors.HfHubHTTPError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".:") or type(error).__name__
-        common.fail(f"cannot get {hub_id} from the hub ({reason}): check the name, the network and your access to it")
+        raise InputError(
+            f"cannot get {hub_id} from the hub ({reason}): check the name, the network and your access to it"
+        ) from None
 
 
 def list_hub(origin: dict) -> list[str]:
@@ -121,11 +119,11 @@ def fetch(origin: dict, name: str, folder: Path) -> Path:
     A download that was cut goes on where it stopped. Fails in one sentence."""
     if "path" in origin:
         if not (path := Path(origin["path"]) / name).is_file():
-            common.fail(f"there is no {path}: give the folder that holds {name} as --path")
+            raise InputError(f"there is no {path}: give the folder that holds {name} as --path")
         return path
     target = folder / name
     if not target.exists():
-        common.make_folder(target.parent)
+        make_folder(target.parent)
         if "url" in origin:
             download(f"{origin['url'].rstrip('/')}/{name}", target)
         else:
@@ -150,7 +148,9 @@ def download(url: str, target: Path) -> None:
         except (OSError, http.client.HTTPException, ValueError) as error:
             final = isinstance(error, ValueError) or getattr(error, "code", 0) in (400, 401, 403, 404, 410)
             if final or attempt == TRIES - 1:
-                common.fail(f"cannot get {url} ({error}): check the address, and run the command again to go on")
+                raise InputError(
+                    f"cannot get {url} ({error}): check the address, and run the command again to go on"
+                ) from None
             time.sleep(PAUSE * 2**attempt)
     with open(part, "rb") as file:
         os.fsync(file.fileno())
@@ -178,10 +178,6 @@ def _download_rest(url: str, part: Path) -> None:
         raise OSError(f"the answer ended after {written} of {length} bytes")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Archives
-
-
 def is_safe(name: str) -> bool:
     """Whether a member's name stays inside the folder it would be unpacked to."""
     parts = name.replace("\\", "/").split("/")
@@ -190,7 +186,7 @@ def is_safe(name: str) -> bool:
 
 def is_picture(name: str) -> bool:
     base = name.rpartition("/")[2]
-    return base.rpartition(".")[2].lower() in common.IMAGE_EXTENSIONS and not base.startswith(".")
+    return base.rpartition(".")[2].lower() in IMAGE_EXTENSIONS and not base.startswith(".")
 
 
 def iter_tgz(path: Path, counts: Counter) -> Iterator[tuple[str, bytes]]:
@@ -198,7 +194,7 @@ def iter_tgz(path: Path, counts: Counter) -> Iterator[tuple[str, bytes]]:
     left out is counted: link, unsafe_name, too_large, cut_tar (what came whole before is yielded)."""
     try:
         with tarfile.open(path, "r|*") as tar:
-            for member, name in common.plain_members(tar, counts, is_safe):
+            for member, name in plain_members(tar, counts, is_safe):
                 data = tar.extractfile(member).read()
                 if len(data) < member.size:
                     raise tarfile.ReadError("cut")
@@ -215,21 +211,21 @@ def open_zip(path: Path) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(path)
     except (zipfile.BadZipFile, OSError) as error:
-        common.fail(f"{path} is not a whole zip ({error}): get it again")
+        raise InputError(f"{path} is not a whole zip ({error}): get it again") from None
 
 
 def read_zip(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
     """A member's bytes; Reject: unsafe_name, link, too_large (claimed: not unpacked), corrupt (or encrypted)."""
     if not is_safe(info.filename):
-        raise common.Reject("unsafe_name")
+        raise Reject("unsafe_name")
     if info.external_attr >> 28 == 0xA:
-        raise common.Reject("link")
-    if info.file_size > common.MAX_MEMBER_BYTES:
-        raise common.Reject("too_large")
+        raise Reject("link")
+    if info.file_size > MAX_MEMBER_BYTES:
+        raise Reject("too_large")
     try:
         return archive.read(info)  # never more than the claimed size
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError):
-        raise common.Reject("corrupt") from None
+        raise Reject("corrupt") from None
 
 
 def list_pictures(root: Path) -> list[str]:
@@ -239,10 +235,10 @@ def list_pictures(root: Path) -> list[str]:
     elif root.is_file():
         names = (info.filename for info in open_zip(root).infolist() if not info.is_dir())
     else:
-        common.fail(f"there is no {root}: give a folder or a zip")
+        raise InputError(f"there is no {root}: give a folder or a zip")
     found = sorted({name for name in names if is_picture(name)})
     if not found:
-        common.fail(f"no pictures in {root}: give a folder or a zip that holds some")
+        raise InputError(f"no pictures in {root}: give a folder or a zip that holds some")
     return found
 
 
@@ -251,22 +247,18 @@ def read_file(root: Path, name: str) -> bytes:
     if root.is_dir():
         path = root / name
         if not is_safe(name):
-            raise common.Reject("unsafe_name")
+            raise Reject("unsafe_name")
         if not path.resolve().is_relative_to(root.resolve()):
-            raise common.Reject("link")
+            raise Reject("link")
         if not path.is_file():
-            raise common.Reject("no_image")
-        if path.stat().st_size > common.MAX_MEMBER_BYTES:
-            raise common.Reject("too_large")
+            raise Reject("no_image")
+        if path.stat().st_size > MAX_MEMBER_BYTES:
+            raise Reject("too_large")
         return path.read_bytes()
     archive = open_zip(root)
     if name not in archive.NameToInfo:
-        raise common.Reject("no_image")
+        raise Reject("no_image")
     return read_zip(archive, archive.getinfo(name))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Pictures
 
 
 def square_around(image: np.ndarray, centre: tuple[float, float]) -> np.ndarray:
@@ -279,29 +271,29 @@ def square_around(image: np.ndarray, centre: tuple[float, float]) -> np.ndarray:
 
 
 def add_picture(
-    shard: common.ShardWriter, key: str, read: Callable[[], bytes], caption: str, about: dict, size: int, min_side: int
+    shard: ShardWriter, key: str, read: Callable[[], bytes], caption: str, about: dict, size: int, min_side: int
 ) -> None:
     """Adds a picture as a square JPEG of `size` with its caption, or counts why it is left out: no_caption, too_small,
     and the reasons of read() and decode_image(). about["centre"], (x, y) in pixels, is where the square should lie."""
     try:
         if not caption:
-            raise common.Reject("no_caption")
-        image = common.decode_image(read())
+            raise Reject("no_caption")
+        image = decode_image(read())
         height, width = image.shape[:2]
         if min(height, width) < min_side:
-            raise common.Reject("too_small")
-    except common.Reject as reject:
+            raise Reject("too_small")
+    except Reject as reject:
         shard.reject(reject.reason)
         return
     about = {"original_width": width, "original_height": height, "width": size, "height": size, **about}
     if centre := about.pop("centre", None):
         image = square_around(image, centre)
-    shard.add(key, common.encode_jpeg(common.resize_crop(image, size)), "jpg", caption, about)
+    shard.add(key, encode_jpeg(resize_crop(image, size)), "jpg", caption, about)
 
 
 def write_shard(path: Path, number: int, items: list[tuple[str, str, dict]], root: Path, size: int, min_side: int):
     """Writes (name, caption, about) of pictures in a folder or a zip into one shard; returns how many."""
-    with common.ShardWriter(path) as shard:
+    with ShardWriter(path) as shard:
         for place, (name, caption, about) in enumerate(items):
             read = functools.partial(read_file, root, name)
             add_picture(shard, f"{number:05d}{place:04d}", read, caption, about, size, min_side)
@@ -314,7 +306,7 @@ def build(script: str, args: argparse.Namespace, root: Path, items: list, settin
     settings |= {name: getattr(args, name) for name in ("size", "min_side", "shard_size", "seed")}
     extra = (root, args.size, args.min_side)
     summary(
-        common.build_shards(args.out, script, settings, items, write_shard, extra, args.shard_size, args.workers),
+        build_shards(args.out, script, settings, items, write_shard, extra, args.shard_size, args.workers),
         args.out,
     )
 
@@ -329,4 +321,4 @@ def root_of(args: argparse.Namespace) -> Path:
     if args.path:
         return Path(args.path)
     base, _, name = args.url.partition("?")[0].rpartition("/")
-    return fetch({"url": base}, name, common.make_folder(args.out / "raw"))
+    return fetch({"url": base}, name, make_folder(args.out / "raw"))

@@ -20,8 +20,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from data_pipeline import common
-from SD_Model import InputError
+from sd.errors import InputError
+from sd.shards import FLIP, key_fraction
 
 
 def generator(*key: int) -> np.random.Generator:
@@ -189,11 +189,11 @@ class Split:
             check_count(source.dataset, f"{split} rows", len(key), told)
             plain = mirrored = pc.index_in(key, store.keys).combine_chunks()
             if store.manifest.get("flip"):
-                mirrored = pc.index_in(pc.binary_join_element_wise(key, common.FLIP, ""), store.keys).combine_chunks()
+                mirrored = pc.index_in(pc.binary_join_element_wise(key, FLIP, ""), store.keys).combine_chunks()
             kept = np.flatnonzero(np.asarray(plain.is_valid()))
             self.missing += len(key) - len(kept)
             if fraction < 1 or (source.cap is not None and source.cap < len(kept)):
-                rank = np.array([common.key_fraction(k) for k in key.take(kept).to_pylist()])
+                rank = np.array([key_fraction(k) for k in key.take(kept).to_pylist()])
                 order = np.argsort(rank, kind="stable")[: source.cap]
                 kept = np.sort(kept[order[rank[order] < fraction]])
             at = np.stack([plain.take(kept), pc.coalesce(mirrored, plain).take(kept)], axis=1)

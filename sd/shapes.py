@@ -34,7 +34,9 @@ POSITIONS = {  # the middle of the shape: x and y over picture side, y down
     "bottom left": (0.3, 0.7),
     "bottom right": (0.7, 0.7),
 }
+
 POSITION_JITTER = 0.02  # either way, over picture side
+
 RADIUS = (0.19, 0.225)  # over picture side
 
 # The pairs that training never sees: 6 of 32. No colour is in two of them and no shape in more than two, so that every
@@ -47,15 +49,13 @@ HELD_OUT = (
     ("triangle", "yellow"),
     ("star", "orange"),
 )
+
 TRAINED = tuple(pair for pair in itertools.product(SHAPES, COLOURS) if pair not in HELD_OUT)
 
 # Rows that the filter should drop: name -> column of the metadata that shows it. Their pictures or captions are wrong.
 FLAWS = {"wrong_caption": "similarity", "noise": "aesthetic", "stripes": "pwatermark", "chequers": "punsafe"}
+
 FLAWED_SHARE = 0.05
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Drawing
 
 
 def outline(shape: str) -> np.ndarray:
@@ -119,10 +119,6 @@ def sample(seed: int, index: int, size: int, pairs: tuple = TRAINED) -> tuple[np
     return draw_jittered(truth, size, rng), truth
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Words
-
-
 def caption(
     shape: str | None = None, colour: str | None = None, position: str | None = None, background: str | None = None
 ) -> str:
@@ -158,7 +154,7 @@ def random_caption(truth: dict, rng: np.random.Generator) -> str:
     return caption(**{name: truth[name] for name in named or ["shape"]})
 
 
-def prompts(kind: str, n: int, seed: int) -> list[dict]:
+def shape_prompts(kind: str, n: int, seed: int) -> list[dict]:
     """n full prompts, each {prompt, shape, colour, position, background}, for evaluation.
 
     kind 'held_out' has the pairs of HELD_OUT only, 'trained' those of TRAINED. All combinations come equally often (to
@@ -175,10 +171,6 @@ def prompts(kind: str, n: int, seed: int) -> list[dict]:
     names = ("shape", "colour", "position", "background")
     truths = [dict(zip(names, (*pair, position, background), strict=True)) for pair, position, background in chosen[:n]]
     return [{"prompt": caption(**truth), **truth} for truth in truths]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows of a data set
 
 
 def row(seed: int, index: int, size: int) -> tuple[np.ndarray, str, dict]:

@@ -1,0 +1,179 @@
+"""Log lines and curves of a run."""
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+from sd.files import atomic_write
+from sd.objective import BINS
+
+
+class Window:
+    """Sums over the steps since the last line of the log; part of a checkpoint, so that the log too resumes exactly."""
+
+    def __init__(self, state: dict | None = None):
+        zeros = {"losses": [0.0] * BINS, "counts": [0.0] * BINS, "norm": 0.0, "steps": 0, "skipped": 0}
+        self.values = state or zeros
+        self._started, self._timed = time.perf_counter(), 0
+
+    def state(self) -> dict:
+        return self.values
+
+    def add(self, sums: list[float], norm: float, skipped: bool):
+        """sums: of losses, then of counts, by timestep bin, over the step's global batch."""
+        v = self.values
+        v["steps"] += 1
+        v["skipped"] += skipped
+        self._timed += 1
+        if not skipped:
+            v["losses"] = [a + b for a, b in zip(v["losses"], sums[:BINS])]
+            v["counts"] = [a + b for a, b in zip(v["counts"], sums[BINS:])]
+            v["norm"] += norm
+
+    def row(self, step: int, global_batch: int, epoch_size: int, lr: float) -> dict:
+        """The line of log.jsonl. loss: weighted, mean over the window's samples; bins: the same by timestep."""
+        v, taken = self.values, max(1, self.values["steps"] - self.values["skipped"])
+        return {
+            "step": step,
+            "images": step * global_batch,
+            "epoch": step * global_batch / epoch_size,
+            "loss": sum(v["losses"]) / max(1.0, sum(v["counts"])),
+            "lr": lr,
+            "grad_norm": v["norm"] / taken,
+            "skipped": v["skipped"],
+            "images_per_s": self._timed * global_batch / (time.perf_counter() - self._started),
+            "bins": [a / n if n else None for a, n in zip(v["losses"], v["counts"])],
+        }
+
+
+class Log:
+    """JSON lines beside the run, and wandb if it works. Neither a full disk nor a failing wandb stops training: lines
+    wait in memory until there is room."""
+
+    def __init__(self, out: Path, settings: dict, resumed_at: int):
+        self.out, self.wandb, self._waiting = out, None, {}
+        for name in ("log.jsonl", "validation.jsonl"):
+            self._cut(out / name, resumed_at)
+        mode = settings["wandb"]
+        if mode == "auto":
+            netrc = Path.home() / ".netrc"
+            has_key = os.environ.get("WANDB_API_KEY") or (netrc.exists() and "wandb" in netrc.read_text())
+            mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
+        if mode == "disabled":
+            return
+        try:
+            import wandb
+
+            self.wandb = wandb.init(
+                project="stable-diffusion", name=out.name, config=settings, mode=mode, dir=str(out), resume="allow",
+                id=hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:16],
+                settings=wandb.Settings(init_timeout=30),
+            )  # fmt: skip
+        except Exception as e:
+            print(f"warning: wandb is off ({e})", file=sys.stderr)
+
+    @staticmethod
+    def _cut(path: Path, step: int):
+        """Drop the lines after the step that training goes on from, and a last line that a kill cut short."""
+        if path.exists():
+            kept = []
+            for line in path.read_text().splitlines():
+                with contextlib.suppress(ValueError, KeyError):
+                    if json.loads(line)["step"] <= step:
+                        kept.append(line)
+            atomic_write(path, "".join(line + "\n" for line in kept))
+
+    def write(self, name: str, row: dict):
+        """Add a line to log.jsonl or validation.jsonl, and its numbers to wandb."""
+        lines = self._waiting.setdefault(name, [])
+        lines.append(json.dumps(row) + "\n")
+        try:
+            with open(self.out / name, "ab") as f:
+                size = f.tell()
+                try:
+                    f.write("".join(lines).encode())
+                    f.flush()
+                    lines.clear()
+                except OSError:
+                    os.ftruncate(f.fileno(), size)  # no half lines
+                    raise
+        except OSError as e:
+            if len(lines) == 1:
+                print(
+                    f"\nwarning: {self.out / name} cannot be written ({e}); its lines wait in memory", file=sys.stderr
+                )
+        self._to_wandb({f"{Path(name).stem}/{k}": v for k, v in row.items() if isinstance(v, int | float)}, row["step"])
+
+    def picture(self, path: Path, step: int):
+        self._to_wandb({"samples": path}, step)
+
+    def _to_wandb(self, values: dict, step: int):
+        if self.wandb is not None:
+            try:
+                import wandb
+
+                values = {k: wandb.Image(str(v)) if isinstance(v, Path) else v for k, v in values.items()}
+                self.wandb.log(values, step=step)
+            except Exception as e:
+                print(f"\nwarning: wandb is off ({e})", file=sys.stderr)
+                self.wandb = None
+
+    def close(self):
+        """Let wandb finish its uploads, for a minute at most."""
+        if self.wandb is not None:
+            finishing = threading.Thread(target=self._finish, daemon=True)
+            finishing.start()
+            finishing.join(60)
+
+    def _finish(self):
+        with contextlib.suppress(Exception):
+            self.wandb.finish()
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The lines of a .jsonl file, without those that a kill cut short; [] if there is no file."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def plot_run(out: Path):
+    """curves.png beside the run: training and validation loss, validation loss by timestep bin, lr, images/s."""
+    from matplotlib.figure import Figure
+
+    train, val = read_rows(out / "log.jsonl"), read_rows(out / "validation.jsonl")
+
+    def draw(axis, rows, value, **style):
+        rows = [r for r in rows if value(r) is not None]
+        if rows:
+            axis.plot([r["step"] for r in rows], [value(r) for r in rows], **style)
+
+    figure = Figure(figsize=(18, 4))
+    loss, by_bin, rate, speed = figure.subplots(1, 4)
+    draw(loss, train, lambda r: r["loss"], lw=0.5, color="0.7", label="training, weighted")
+    for split, weights in (("val", "ema"), ("val", "live"), ("train", "ema"), ("train", "live")):
+        part = [r for r in val if (r["split"], r["weights"]) == (split, weights)]
+        draw(loss, part, lambda r: r["loss"], label=f"{split}, {weights}", ls="-" if weights == "ema" else ":")
+    held_out = [r for r in val if (r["split"], r["weights"]) == ("val", "ema")]
+    for b in range(BINS):
+        colour = (b / BINS, 0.3, 1 - b / BINS)
+        draw(by_bin, held_out, lambda r, b=b: r["bins"][b], label=f"t {b * 1000 // BINS}..", color=colour)
+    draw(rate, train, lambda r: r["lr"])
+    draw(speed, train, lambda r: r["images_per_s"])
+    titles = ("loss", "held-out loss by timestep, EMA", "learning rate", "images/s")
+    for axis, title in zip((loss, by_bin, rate, speed), titles):
+        axis.set_title(title)
+        axis.set_xlabel("step")
+    for axis in (loss, by_bin):
+        if axis.has_data():
+            axis.set_yscale("log")
+            axis.legend(fontsize=6, ncol=2)
+    figure.tight_layout()
+    figure.savefig(out / "curves.png", dpi=90)

@@ -1,0 +1,91 @@
+"""What training minimises: the denoiser, its loss over timesteps, and the same loss held still for validation."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from sd.data import Batch
+from SD_Model import NoiseSchedule, TextEncoder, UNet
+
+BINS = 10  # of timesteps, equal widths, in logs and curves
+
+
+class Denoiser(nn.Module):
+    """What is trained: the UNet, and the text encoder if asked."""
+
+    def __init__(self, unet: UNet, text_encoder: TextEncoder | None):
+        super().__init__()
+        self.unet, self.text_encoder = unet, text_encoder
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        """Noisy latents [B, z, h, w], timesteps [B] -> [B, z, h, w].
+
+        text: token ids [B, L] where the text encoder is trained, else its ready context [B, L, D].
+        """
+        return self.unet(x, t, text if self.text_encoder is None else self.text_encoder(text))
+
+
+def sample_losses(net, batch: Batch, text: torch.Tensor, schedule: NoiseSchedule) -> torch.Tensor:
+    """Mean squared error of each sample's prediction, fp32 [B]. net(noisy, t, text) predicts."""
+    noisy = schedule.add_noise(batch.latents, batch.noise, batch.t)  # [B, z, h, w]
+    target = schedule.target(batch.latents, batch.noise, batch.t)
+    return F.mse_loss(net(noisy, batch.t, text).float(), target, reduction="none").mean(dim=(1, 2, 3))
+
+
+def loss_weight(t: torch.Tensor, schedule: NoiseSchedule, settings: dict) -> torch.Tensor | float:
+    """Weight of each sample's loss by its timestep, fp32 [B].
+
+    min_snr: Hang et al. 2023, eq. 8. debiased: 1/sqrt(SNR) on epsilon (Yu et al. 2023, arXiv:2310.08442), which is
+    sqrt(SNR) on x_0's error and so sqrt(SNR)/(SNR + 1) on v's.
+    """
+    if settings["weighting"] == "debiased":
+        snr = schedule.snr(t)
+        return snr.rsqrt() if schedule.prediction == "epsilon" else snr.sqrt() / (snr + 1)
+    if settings["weighting"] == "min_snr" and settings["gamma"]:
+        return schedule.min_snr_weight(t, settings["gamma"])
+    return 1.0
+
+
+def backward(net, batch: Batch, text: torch.Tensor, schedule: NoiseSchedule, settings: dict, share: float):
+    """Add the gradients of share x the mean weighted loss of one micro-batch. Returns the weighted losses [B]."""
+    loss = sample_losses(net, batch, text, schedule) * loss_weight(batch.t, schedule, settings)
+    (loss.mean() * share).backward()
+    return loss.detach()
+
+
+def in_autocast(net, device: torch.device, dtype: str):
+    """net, called under bf16 autocast where dtype says so."""
+
+    def call(*args):
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bf16"):
+            return net(*args)
+
+    return call
+
+
+@torch.no_grad()
+def validate(
+    module: Denoiser, dtype: str, batches: list[Batch], text_of, schedule, micro: int, device, rank: int, world: int
+):
+    """Unweighted mean squared error of fixed Batches, whole and by timestep bin. Ranks share the work and agree."""
+    sums, net, was_training = (
+        torch.zeros(2, BINS, dtype=torch.float64),
+        in_autocast(module, device, dtype),
+        module.training,
+    )
+    module.eval()  # no dropout, which would draw random numbers too
+    parts = [(batch, i) for batch in batches for i in range(0, len(batch.t), micro)]
+    for batch, i in parts[rank::world]:
+        part = batch.map(lambda x, i=i: x[i : i + micro].to(device))
+        error = sample_losses(net, part, text_of(part.ids), schedule).double().cpu()  # [B]
+        bins = part.t.cpu() * BINS // schedule.steps
+        sums[0].index_add_(0, bins, error)
+        sums[1].index_add_(0, bins, torch.ones_like(error))
+    module.train(was_training)
+    if world > 1:
+        sums = sums.to(device)
+        dist.all_reduce(sums)
+        sums = sums.cpu()
+    by_bin = [float(s / n) if n else None for s, n in sums.T]
+    return {"loss": float(sums[0].sum() / sums[1].sum()), "bins": by_bin}

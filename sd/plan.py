@@ -1,0 +1,196 @@
+"""What a run will take: steps, batches, work and memory, before it begins."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
+
+from sd.data import SampleOrder, Split
+from sd.errors import InputError
+from sd.fused import apply, multiplied
+from sd.objective import Denoiser, in_autocast
+from sd.optim import lr_at
+from sd.step import copies_weights
+from SD_Model import PRESETS, ResBlock, SpatialTransformer, TextEncoder, UNet, UNetConfig, count_parameters
+
+
+def count_flops(function, *shapes: tuple[int, ...]) -> int:
+    """FLOPs of function() on tensors of these shapes, counted by torch on the meta device; modules that the function
+    makes are made there."""
+    with torch.device("meta"), FlopCounterMode(display=False) as counter, torch.no_grad():
+        function(*(torch.empty(shape) for shape in shapes))
+    return counter.get_total_flops()
+
+
+def unet_flops(config: UNetConfig, latent: tuple[int, int, int], tokens: int) -> int:
+    """Of one latent through the UNet; with the backward pass three times that."""
+    return count_flops(lambda *x: UNet(config)(*x), (1, *latent), (1,), (1, tokens, config.context_dim))
+
+
+ROOM = 4 << 30  # bytes for validation and sample grids, which cannot use the memory that graphs hold
+
+
+def mean_flops(config: UNetConfig, split: Split) -> float:
+    """unet_flops of a split's pictures, on average over their shapes."""
+    counts, tokens = np.bincount(split.shape, minlength=len(split.shapes)), split.ids.shape[1]
+    each = [unet_flops(config, (config.in_channels, *shape[1:]), tokens) for shape in split.shapes]
+    return float(np.average(each, weights=counts))
+
+
+def plan_batches(settings: dict, world: int, saved_global: int | None, given_accumulate: bool) -> int:
+    """The global batch. On resume it stays what it was: accumulation follows the number of processes."""
+    total = settings["batch"] * settings["accumulate"] * world
+    if saved_global is None or total == saved_global:
+        return total
+    if not given_accumulate and saved_global % (settings["batch"] * world) == 0:
+        settings["accumulate"] = saved_global // (settings["batch"] * world)
+        return saved_global
+    raise InputError(
+        f"the run's global batch is {saved_global}, and --batch {settings['batch']} x --accumulate "
+        f"{settings['accumulate']} x {world} processes make {total}; choose --batch and --accumulate to make it "
+        f"{saved_global}"
+    )
+
+
+def rank_positions(first: int, end: int, global_batch: int, micro: int, accumulate: int, rank: int, world: int):
+    """Global positions [micro] of one rank's micro-batches in the steps from first to end, one after the other."""
+    for step in range(first, end):
+        for a in range(accumulate):
+            start = step * global_batch + (a * world + rank) * micro
+            yield np.arange(start, start + micro)
+
+
+def activation_bytes(settings: dict, batch: int, device: torch.device) -> tuple[int, int]:
+    """Bytes that a micro-batch of the UNet keeps for its backward, and the largest block's share of them, counted on
+    fake tensors, which take no memory. bf16 copies of weights do not count.
+
+    Of a checkpointed block, the inputs are kept, and the rest of one block at a time, while it is recomputed.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    preset, which, kept, storages = PRESETS[settings["model"]], settings["grad_checkpoint"], [], {}
+    begun, of_block, recomputed = [], [0], []
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            storages[storage._cdata] = storage.nbytes()
+            kept.append(tensor)  # alive, so that no other storage gets its address
+        return tensor
+
+    def enter(_, inputs):
+        for x in inputs:
+            if x is not None:
+                count(x)
+        begun.append(sum(storages.values()))
+
+    def leave(block, *_):
+        of_block.append(sum(storages.values()) - begun[-1])
+        if which == "all" or (which == "resblocks" and isinstance(block, ResBlock)):
+            recomputed.append(of_block[-1])
+
+    with FakeTensorMode(), torch.device(device):
+        unet = UNet(preset["unet"])
+        if settings["kernels"]:
+            apply(unet)
+        held = list(unet.parameters())
+        if copies_weights(settings):
+            for p in multiplied(unet):
+                p.copy_bf16 = torch.empty_like(p, dtype=torch.bfloat16, requires_grad=False)
+                held.append(p.copy_bf16)
+        weights = {p.untyped_storage()._cdata for p in held}
+        for m in unet.modules():
+            if isinstance(m, ResBlock | SpatialTransformer):
+                m.register_forward_pre_hook(enter)
+                m.register_forward_hook(leave)
+        side = settings["size"] // preset["vae"].factor
+        latents = torch.empty(batch, preset["unet"].in_channels, side, side)
+        context = torch.empty(batch, TextEncoder.MAX_LENGTH, preset["unet"].context_dim)
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+            in_autocast(unet, device, settings["dtype"])(latents, torch.zeros(batch, dtype=torch.long), context)
+    return sum(storages.values()) - sum(recomputed) + max(recomputed, default=0), max(of_block)
+
+
+def choose_grad_checkpoint(settings: dict, denoiser: Denoiser, text_encoder, device, say) -> str:
+    """--grad_checkpoint; for auto, the value of it that recomputes least and fits into the device's free memory."""
+    if settings["grad_checkpoint"] != "auto":
+        return settings["grad_checkpoint"]
+    if device.type != "cuda":
+        return "none"
+    free = torch.cuda.mem_get_info(device)[0]
+    if dist.is_initialized():  # all recompute alike
+        least = torch.tensor(free, device=device)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        free = int(least)
+    for which in ("none", "resblocks", "all"):
+        wanted = memory_estimate(settings | {"grad_checkpoint": which}, denoiser, text_encoder, device)["peak"]
+        if wanted * 1.1 + ROOM < free:
+            break
+    say(f"grad_checkpoint auto: {which}, about {wanted / 2**30:.1f} of {free / 2**30:.1f} GiB")
+    return which
+
+
+def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncoder | None, device) -> dict[str, int]:
+    """Bytes a device needs, by what they are for; gradients come while activations go, unless steps accumulate, and
+    the gradients of one block's activations are there with both."""
+    numbers = count_parameters(denoiser)[1]
+    frozen = 0 if text_encoder is None or denoiser.text_encoder is not None else count_parameters(text_encoder)[1]
+    copied = sum(p.numel() for p in multiplied(denoiser)) if copies_weights(settings) else 0
+    one_pass = settings["accumulate"] == 1
+    sent, sums = 0, 2 if settings["compress_gradients"] else 4
+    world, local = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if world > 1 and settings["kernels"]:
+        sent = sums * numbers
+        if settings["peer_copies"] and local == world:  # of copied weights one part of the sums
+            copies = sent - (sums - 2) * copied * one_pass + sums * (numbers - copied) + 4 * copied // world
+            sent = max(sent, copies)  # NCCL may have to do it
+    (one, block), (two, block_of_two) = (activation_bytes(settings, n, device) for n in (1, 2))  # linear in the batch
+    parts = {
+        "weights": 4 * (numbers + frozen) + 2 * copied,
+        "Adam": 8 * numbers,
+        "EMA": 4 * numbers,
+        "gradients": 4 * numbers - 2 * copied * one_pass,
+        "gradients sent": sent,
+        "activations": one + (two - one) * (settings["batch"] - 1),
+    }
+    beside = parts["gradients"] + parts["activations"]
+    if one_pass:
+        beside = max(parts["gradients"], parts["activations"])
+    beside += parts["gradients sent"]
+    beside += block + (block_of_two - block) * (settings["batch"] - 1)
+    return parts | {"peak": parts["weights"] + parts["Adam"] + parts["EMA"] + beside}
+
+
+def dry_run(out: Path, settings, denoiser, text_encoder, total: int, global_batch: int, order: SampleOrder, device):
+    """Print the resolved configuration and the plan; draw the learning rate."""
+    from matplotlib.figure import Figure
+
+    print(json.dumps(settings, indent=1))
+    epochs = total * global_batch / order.epoch_size
+    print(f"{total:,} steps of {global_batch} images, {epochs:.2f} epochs of {order.epoch_size:,}")
+    saves = sorted({*range(settings["save_steps"], total + 1, settings["save_steps"]), total})
+    every, last = settings["keep_every"], settings["keep_last"]
+    kept = {s for s in saves if every and s % every == 0} | set(saves[-last:] if last else saves)
+    one = count_parameters(denoiser)[1] * 16 / 2**30  # live, EMA, Adam's two moments
+    print(f"{len(saves):,} checkpoints of {one:.2f} GiB, {len(kept):,} kept at the end: {len(kept) * one:.2f} GiB, and "
+          f"{one:.2f} more while one is written")  # fmt: skip
+    memory = memory_estimate(settings, denoiser, text_encoder, device)
+    print(f"memory of a {device.type} device, estimated: " +
+          ", ".join(f"{name} {size / 2**30:.2f}" for name, size in memory.items()) + " GiB")  # fmt: skip
+    for share in (0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1):
+        step = min(total - 1, int(share * total))
+        print(f"  step {step:>9,}  lr {lr_at(step, total, settings):.3e}")
+    steps = np.unique(np.linspace(0, total - 1, min(total, 2000)).astype(int))
+    figure = Figure(figsize=(7, 3))
+    axis = figure.subplots()
+    axis.plot(steps, [lr_at(int(s), total, settings) for s in steps])
+    axis.set(xlabel="step", title="learning rate")
+    figure.tight_layout()
+    path = out.with_name(f"{out.name}_lr.png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=90)
+    print(f"learning rate: {path}")

@@ -1,0 +1,169 @@
+"""What a run is made of, opened and checked before its first step: encoders, data, weights, folder."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+from sd.data import LatentStore, Split, parse_sources, read_manifest
+from sd.errors import InputError
+from sd.files import atomic_write, lock_run, sha256
+from sd.objective import Denoiser
+from sd.text import load_tokenizer, tokenizer_hash
+from sd.weights.read import load_vae, open_model
+from SD_Model import PRESETS, TextEncoder, weights_hash
+
+SMALL_VAE = 64 << 20  # bytes; a VAE up to this goes into each checkpoint, a larger one by name and hash
+
+
+def git_revision() -> str:
+    try:
+        here = Path(__file__).resolve().parent
+        return subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
+
+
+def load_text_encoder(settings: dict, checkpoint: Path | None) -> TextEncoder:
+    """find_text_encoder, whose output must be as wide as the UNet's context."""
+    encoder, wanted = find_text_encoder(settings, checkpoint), PRESETS[settings["model"]]["unet"].context_dim
+    if encoder.context_dim != wanted:
+        raise InputError(
+            f"preset {settings['model']} attends to a context {wanted} wide, and the text encoder "
+            f"{settings['text_encoder']} gives {encoder.context_dim}"
+        )
+    return encoder
+
+
+def find_text_encoder(settings: dict, checkpoint: Path | None) -> TextEncoder:
+    """The checkpoint's, if trained there; else --text_encoder, a fresh one for --tokenizer, or the preset's default."""
+    if checkpoint is not None and (checkpoint / "text_encoder").is_dir():
+        return TextEncoder.from_pretrained(str(checkpoint / "text_encoder"))
+    text = PRESETS[settings["model"]]["text"]
+    if settings["text_encoder"] is None and settings["tokenizer"] is not None:
+        if text is None:
+            raise InputError(f"preset {settings['model']} has no text encoder of its own; give --text_encoder")
+        if not settings["train_text_encoder"]:
+            raise InputError("--tokenizer starts a fresh text encoder, which must be trained: add --train_text_encoder")
+        return TextEncoder.new(text, load_tokenizer(settings["tokenizer"]))
+    if settings["text_encoder"] is None:
+        if text is not None:
+            raise InputError(
+                f"preset {settings['model']} wants a text encoder: --text_encoder FOLDER, or --tokenizer FOLDER "
+                "--train_text_encoder for a fresh one"
+            )
+        settings["text_encoder"] = "openai/clip-vit-large-patch14"
+    return TextEncoder.from_pretrained(settings["text_encoder"])
+
+
+class Data(NamedTuple):
+    train: Split
+    val: Split
+    weights: list[float] | None  # of the sources; None: in proportion to their pictures
+    vae: dict  # name, hash and config of the VAE that made the latents
+    hashes: dict[str, str]  # sha256 of each manifest
+
+
+def load_data(settings: dict, text_encoder: TextEncoder, pretouch: bool) -> Data:
+    """Datasets and latents of a run. Refuses those that do not fit it: another size, VAE, scale or tokenizer."""
+    sources, channels = parse_sources(settings), PRESETS[settings["model"]]["unet"].in_channels
+    for s in sources:
+        found = read_manifest(s.dataset, "the dataset", ("tokenizer_hash", "counts"))["tokenizer_hash"]
+        if found != tokenizer_hash(text_encoder.tokenizer):
+            raise InputError(
+                f"the ids in {s.dataset} come from another tokenizer than the text encoder's; tokenise again (04, 05)"
+            )
+    stores = [LatentStore(s.latents, pretouch) for s in sources]
+    first = stores[0].manifest
+    for s, store in zip(sources, stores):
+        m = store.manifest
+        if m["size"] != settings["size"]:
+            raise InputError(
+                f"latents of {settings['size']} px were wanted, and those in {s.latents} are of {m['size']}"
+            )
+        if not m["scaled"]:
+            raise InputError(f"scaled latents were wanted, and {s.latents} says they are not; encode them again")
+        if m["vae"]["hash"] != first["vae"]["hash"] or m["kind"] != first["kind"]:
+            raise InputError(f"{s.latents} and {sources[0].latents} were made by different VAEs or settings")
+        z, h, w = m.get("latent_shape") or min(store.shapes, default=(channels, 0, 0))
+        stored = 2 * z if m["kind"] == "moments" else z
+        wanted = {(stored, h * a // m["size"], w * b // m["size"]) for a, b in m.get("buckets") or [[m["size"]] * 2]}
+        if z != channels or not store.shapes <= wanted:
+            raise InputError(
+                f"latents of {channels} channels were wanted in {s.latents}; its manifest says {sorted(wanted)} and "
+                f"its arrays are {sorted(store.shapes)}; encode them again"
+            )
+    weights = [s.weight for s in sources] if sources[0].weight is not None else None
+    train = Split(sources, stores, "train", settings["latent_fraction"])
+    val = Split([s._replace(cap=None) for s in sources], stores, "val", 1.0)
+    for s, n in zip(sources, train.sizes):
+        if n == 0:
+            raise InputError(
+                f"no picture of {s.dataset} has a latent in {s.latents}; were both made from the same shards?"
+            )
+    hashes = {}
+    for s in sources:
+        for folder in (s.dataset, s.latents):
+            name = folder.name if settings["dataset"] else str(folder.relative_to(settings["data_root"]))
+            hashes[name] = sha256(folder / "manifest.json")
+    return Data(train, val, weights, first["vae"], hashes)
+
+
+def vae_of_latents(settings: dict, vae_info: dict):
+    """The VAE for sample grids; it must be the one the latents were made with."""
+    name = settings["vae"] or vae_info["name"]
+    vae = load_vae(name)
+    if weights_hash(vae) != vae_info["hash"]:
+        raise InputError(
+            f"the latents were made with another VAE than {name}; give theirs ({vae_info['name']}) with --vae"
+        )
+    return vae
+
+
+def init_weights(args, denoiser: Denoiser, ema: Denoiser, prediction: str, vae_hash: str, say) -> list[dict]:
+    """Weights of --init_from into live and EMA; returns the lineage that the new run continues."""
+    wanted = {"same": ("live", "ema"), "ema": ("ema", "ema"), "live": ("live", "live")}[args.init_weights]
+    for net, weights in zip((denoiser, ema), wanted):
+        source = open_model(args.init_from, weights=weights)
+        config, state = source.unet_state()
+        if config != net.unet.config:
+            raise InputError(f"{args.init_from} holds a UNet of {config}, and the preset wants {net.unet.config}")
+        if source.schedule.prediction != prediction:
+            raise InputError(
+                f"{args.init_from} predicts {source.schedule.prediction}, and this run {prediction}; add --prediction "
+                f"{source.schedule.prediction}"
+            )
+        if source.lineage.get("vae", vae_hash) != vae_hash:
+            raise InputError(
+                f"{args.init_from} was trained on the latents of another VAE than this run's; encode the pictures with "
+                "its VAE, or start without --init_from"
+            )
+        net.unet.load_state_dict(state)
+        if net.text_encoder is not None:
+            net.text_encoder.load_state_dict(source.text_encoder().state_dict())
+    say(source.found)
+    lineage = source.lineage.get("lineage") or [{"phase": "import", "path": str(args.init_from)}]
+    lineage[-1]["hash"] = weights_hash(ema.unet)  # of the parent's weights, so that it can be found again
+    return lineage
+
+
+def make_run_folder(out: Path, settings: dict, checkpoint: Path | None):
+    """Make and lock the run folder; returns the lock, to be kept. InputError if a run is in it or it cannot be made."""
+    holds_run = any((out / "checkpoints").glob("step_????????"))
+    if holds_run and checkpoint is None:
+        raise InputError(f"{out} holds a run already: add --resume to go on with it, or choose another --out")
+    if holds_run and checkpoint.resolve().parent != (out / "checkpoints").resolve():
+        raise InputError(f"{out} holds another run than {checkpoint}, which --resume names; choose another --out")
+    try:
+        (out / "samples").mkdir(parents=True, exist_ok=True)
+        (out / "checkpoints").mkdir(exist_ok=True)
+        lock = lock_run(out)
+        atomic_write(out / "config.json", json.dumps(settings, indent=1))
+    except OSError as e:
+        raise InputError(f"--out wants a folder that can be written, found {out} ({e.strerror})") from None
+    return lock
+
+
+def absolute(name: str) -> str:
+    """A local path made absolute; a hub name as it is."""
+    return str(Path(name).resolve()) if Path(name).exists() else name

@@ -1,0 +1,285 @@
+"""Benchmarks of training, sampling and encoding."""
+
+import copy
+import gc
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import cv2
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from sd import kernels
+from sd.data import Batch
+from sd.device import layout, peak_flops
+from sd.encoder import Encoder
+from sd.fused import FusedUNet
+from sd.graphs import Graphed
+from sd.optim import clip_limit, forget_gradients, make_optimizer
+from sd.painting import decode_latents, guided, make_sampler
+from sd.plan import count_flops, unet_flops
+from sd.shards import ShardWriter
+from sd.step import MicroSteps, Update, peak_memory, wrap
+from sd.stream import stream
+from SD_Model import PRESETS, VAE, NoiseSchedule, TextEncoder
+
+
+def benchmark_facts(device: torch.device, flops: float) -> dict:
+    """What every benchmark's line of JSON ends with: MFU at so many FLOP/s, memory, card and versions."""
+    cuda, peak = device.type == "cuda", peak_flops(device)
+    return {
+        "mfu": round(flops / peak, 4) if peak else None,
+        "peak_GiB": round(torch.cuda.max_memory_allocated(device) / 2**30, 2) if cuda else None,
+        "card": torch.cuda.get_device_name(device) if cuda else device.type,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "triton": kernels.triton and kernels.triton.__version__,
+    }
+
+
+@torch.no_grad()
+def sampling_benchmark(unet, vae, context: torch.Tensor, args, shape: tuple[int, int, int], device, dtype) -> dict:
+    """Time args.benchmark steps of DDIM under guidance, args.batch pictures at once, and the VAE's decoder."""
+    sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    started = time.perf_counter()
+    call = Graphed(unet) if isinstance(unet, FusedUNet) else unet
+    contexts = torch.stack([context] * args.batch)
+    x = torch.randn(args.batch, *shape, device=device)
+    model = guided(call, contexts, contexts, args.cfg)
+    sampler = make_sampler("ddim", NoiseSchedule("scaled_linear"), {})
+    sampler(model, x, 5, randn=lambda x: torch.randn_like(x))
+    sync()
+    first = time.perf_counter() - started
+    started = time.perf_counter()
+    sampler(model, x, args.benchmark, randn=lambda x: torch.randn_like(x))
+    sync()
+    step = (time.perf_counter() - started) / args.benchmark
+    vae = vae.to(device, dtype, memory_format=layout(device))
+    decode_latents(vae, x.cpu(), args.batch, device, dtype)
+    started = time.perf_counter()
+    for _ in range(3):
+        decode_latents(vae, x.cpu(), args.batch, device, dtype)
+    decode = (time.perf_counter() - started) / 3 / args.batch
+    rate = (2 if args.cfg not in (0, 1) else 1) * args.batch / step
+    return {"batch": args.batch, "latent": list(shape), "cfg": args.cfg, "steps": args.benchmark,
+            "ms_per_step": round(step * 1e3, 3), "steps_per_s": round(1 / step, 2),
+            "evaluations_per_s": round(rate, 1), "decode_ms_per_picture": round(decode * 1e3, 2),
+            "first_steps_s": round(first, 2), "dtype": str(dtype).removeprefix("torch."),
+            "kernels": call is not unet,
+            **benchmark_facts(device, rate * unet_flops(unet.config, shape, len(context)))}  # fmt: skip
+
+
+PASSES = 5  # of benchmark, to tell forward and backward apart
+
+TRACED = 3  # steps in its trace
+
+
+def warm_up_steps(steps: int, shapes: int) -> int:
+    """Of benchmark: for each shape of latents, kernels are compiled and algorithms chosen."""
+    return min(20, steps) * shapes
+
+
+def train_benchmark(
+    steps: int, settings, denoiser, schedule, memory, device, rank, world, trace, loader=None, text_of=None, shapes=1
+):
+    """Time whole training steps: on latents and text of a loader, or on random ones that stay on the device. Prints a
+    JSON line last; its ms are means over the steps after the warm-up, parts in the device's time. Forward and backward
+    pass are told apart afterwards, in passes that are not recorded; sharing_ms is how much longer a micro-batch's
+    passes take where processes share gradients in them. trace: a file for the first rank's trace of TRACED steps."""
+    preset, micro, accumulate = PRESETS[settings["model"]], settings["batch"], settings["accumulate"]
+    side, cuda = settings["size"] // preset["vae"].factor, device.type == "cuda"
+    shape, tokens = (preset["unet"].in_channels, side, side), TextEncoder.MAX_LENGTH
+    denoiser.to(device, memory_format=memory).train()
+    ema = copy.deepcopy(denoiser).requires_grad_(False)
+    update = Update(make_optimizer(denoiser, settings), denoiser, ema, settings, world)
+    model = wrap(denoiser, settings, world)
+    latents, noise = torch.randn(2, micro, *shape, device=device)
+    text = torch.randn(micro, tokens, preset["unet"].context_dim, device=device)  # in the place of ids
+    micro_steps = MicroSteps(model, text_of or (lambda x: x), schedule, settings, update, device, print, shapes)
+    sync = torch.cuda.synchronize if cuda else lambda: None
+
+    def now():  # a point in the device's time
+        if not cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms(a, b):
+        return a.elapsed_time(b) if cuda else (b - a) * 1e3
+
+    def end_step():
+        update(settings["lr"], clip_limit(settings, 0.0), settings["ema"]).item()
+        micro_steps.end()
+
+    def whole_step():
+        nonlocal batch, waited
+        marks = [now()]
+        for a in range(accumulate):
+            asked = time.perf_counter()
+            batch = loader.next() if loader else Batch(
+                latents, noise, torch.randint(0, schedule.steps, (micro,), device=device), text)  # fmt: skip
+            waited += time.perf_counter() - asked
+            micro_steps(batch, first=a == 0, last=a == accumulate - 1)
+        marks.append(now())
+        end_step()
+        return *marks, now()
+
+    batch, waited, started = None, 0.0, time.perf_counter()
+    whole_step()
+    sync()
+    first_step = time.perf_counter() - started
+    for _ in range(warm_up_steps(steps, shapes) - 1):
+        whole_step()
+    sync()
+    started, waited = time.perf_counter(), 0.0
+    points = [whole_step() for _ in range(steps)]
+    sync()
+    seconds = (time.perf_counter() - started) / steps
+    rate = micro * accumulate * world / seconds
+    parts = {
+        "data_wait": waited / steps * 1e3,
+        "forward_backward": sum(ms(a, b) for a, b, _ in points) / steps,
+        "optimizer": sum(ms(b, c) for _, b, c in points) / steps,
+    }
+    flops = unet_flops(denoiser.unet.config, shape, tokens)
+    peak_gib = round(peak_memory(update), 2) if cuda else None
+
+    if trace:
+        with torch.profiler.profile() as profiled:
+            for _ in range(TRACED):
+                whole_step()
+            sync()
+            profiled.add_metadata_json("steps", str(TRACED))
+        if rank == 0:
+            profiled.export_chrome_trace(trace)
+
+    graphs, marks, passes = micro_steps.graphed is not None, [], {False: [], True: []}
+    micro_steps.without_graphs()
+    hook = denoiser.register_forward_hook(lambda *_: marks.append(now()))
+    for i in range(1 + PASSES):
+        for last in (False, True) if world > 1 else (True,):
+            for timed in (False, True):  # the first keeps the device busy, so that the timed one's kernels are queued
+                forget_gradients(update.parameters)
+                if world > 1:
+                    dist.all_reduce(torch.zeros(1, device=device))  # all processes begin together
+                marks[:] = [now()]
+                micro_steps(batch, first=True, last=last and timed)
+            if i:  # after one to warm up
+                passes[last].append((*marks, now()))
+        end_step()
+    hook.remove()
+    sync()
+    alone = passes[world == 1]
+    parts["forward"], parts["backward"] = (sum(ms(p[j], p[j + 1]) for p in alone) / PASSES for j in (0, 1))
+    sharing = sum(ms(p[0], p[2]) - ms(q[0], q[2]) for p, q in zip(passes[True], alone)) / PASSES if world > 1 else None
+
+    if rank == 0:
+        print(json.dumps({
+            "benchmark": "train", "model": settings["model"], "size": settings["size"], "batch": micro,
+            "accumulate": accumulate, "processes": world, "dtype": settings["dtype"], "kernels": settings["kernels"],
+            "compile": settings["compile"], "channels_last": settings["channels_last"],
+            "grad_checkpoint": settings["grad_checkpoint"], "steps": steps, "data": "loader" if loader else "synthetic",
+            "shapes": shapes, "graphs": graphs,
+            "images_per_s": round(rate, 2), "ms_per_step": round(seconds * 1e3, 2),
+            **{f"{name}_ms": round(value, 2) for name, value in parts.items()},
+            "sharing_ms": None if sharing is None else round(sharing, 2),
+            "first_step_s": round(first_step, 2),
+            "gradients_by": update.shared and type(update.shared.way).__name__,
+            **benchmark_facts(device, rate / world * 3 * flops),
+            "peak_GiB": peak_gib,  # of the timed steps, with what processes share
+        }))  # fmt: skip
+    if world > 1:
+        del model, micro_steps  # as at the end of main
+        gc.collect()
+        dist.destroy_process_group()
+
+
+WARM_UP_S = 3  # of --benchmark
+
+
+def synthetic_tar(folder: Path, size: int, count: int) -> Path:
+    """A tar of smooth random JPEGs, 1.5 x 1.25 times `size`, as photos from the web might be."""
+    rng = np.random.default_rng(0)
+    with ShardWriter(folder / "00000.tar") as shard:
+        for i in range(count):
+            coarse = rng.integers(0, 256, (size // 16 + 1, size // 16 + 1, 3), np.uint8)
+            picture = cv2.resize(coarse, (size * 3 // 2, size * 5 // 4), interpolation=cv2.INTER_CUBIC)
+            picture = cv2.add(picture, rng.integers(0, 24, picture.shape, np.uint8))
+            data = cv2.imencode(".jpg", picture, [cv2.IMWRITE_JPEG_QUALITY, 92])[1].tobytes()
+            shard.add(f"{i:09d}", data, "jpg", "", {})
+    return folder / "00000.tar"
+
+
+def decode_ms(tar: Path, size: int, batch: int) -> float:
+    """To decode and cut out one of this tar's pictures on one core."""
+    threads = cv2.getNumThreads()
+    cv2.setNumThreads(1)
+    for _ in range(2):  # the first reads the file
+        begin = time.perf_counter()
+        images = sum(len(b.pictures) for b in stream([tar], size, batch, 0))
+    seconds = time.perf_counter() - begin
+    cv2.setNumThreads(threads)  # as --workers 0 decodes here too
+    return 1e3 * seconds / images
+
+
+def encoding_benchmark(encoder: Encoder, args) -> dict:
+    """Sustained images/s over args.benchmark seconds, after a warm-up of WARM_UP_S and at least 5 batches. With
+    args.benchmark_decode, workers decode JPEGs beside it, and how many cores that takes at this rate is told."""
+    cuda = encoder.device.type == "cuda"
+    decode = None
+
+    def random_pictures():
+        generator = torch.Generator().manual_seed(0)
+        shape = (args.batch, args.size, args.size, 3)
+        ring = [torch.randint(256, shape, dtype=torch.uint8, generator=generator) for _ in range(4)]
+        ring = [pictures.pin_memory() if cuda else pictures for pictures in ring]
+        while True:
+            yield from ring
+
+    with tempfile.TemporaryDirectory() as folder:
+        if args.benchmark_decode:
+            tar = synthetic_tar(Path(folder), args.size, 4 * args.batch)
+            decode = decode_ms(tar, args.size, args.batch)
+            batches = stream([tar] * 1_000_000, args.size, args.batch, args.workers, pin=cuda)
+            pictures = (batch.pictures for batch in batches if len(batch.pictures))
+        else:
+            pictures = random_pictures()
+        begin = time.perf_counter()
+        encoder.warm_up(args.size, args.batch)
+        start = pending = None
+        images = batches = 0
+        while True:
+            now = time.perf_counter()
+            if start is None and batches >= 5 and now - begin >= WARM_UP_S:
+                start, images = now, 0
+            if start is not None and now - start >= args.benchmark:
+                break
+            submitted = encoder.submit(next(pictures))
+            if pending is not None:
+                images += len(encoder.collect(pending)[0])
+            pending = submitted
+            batches += 1
+        if args.benchmark_decode:
+            pictures.close()
+            del pictures
+    rate, config = images / (now - start), encoder.exact.config
+    flops = count_flops(lambda pictures: VAE(config).encode(pictures), (1, 3, args.size, args.size))
+    return {
+        "img_per_s": round(rate, 2),
+        "images": images,
+        "seconds": round(now - start, 2),
+        "warmup_s": round(start - begin, 2),
+        "batch": args.batch,
+        "size": args.size,
+        "dtype": args.dtype,
+        "compile": encoder.compiled,
+        "decode_workers": args.workers if decode else None,
+        "decode_ms_per_picture": round(decode, 2) if decode else None,
+        "decode_cores": round(rate * decode / 1e3, 2) if decode else None,
+        **benchmark_facts(encoder.device, rate * flops),
+    }

@@ -1,0 +1,64 @@
+"""Captions and token ids."""
+
+import hashlib
+import json
+
+import numpy as np
+
+from sd.errors import InputError
+
+TEXT_LENGTH = 77  # ids of a text, start and end included
+
+
+def check_template(template: str, fields: tuple[str, ...]) -> None:
+    """Fails unless a caption template can be filled with these fields."""
+    wanted = " and ".join(f"{{{field}}}" for field in fields)
+    try:
+        caption = template.format(**dict.fromkeys(fields, "x"))
+    except (KeyError, IndexError, ValueError, AttributeError):
+        raise InputError(
+            f"the template {template!r} cannot be filled in: it may hold {wanted} and no other braces"
+        ) from None
+    if not caption.strip():
+        raise InputError(f"the template {template!r} gives an empty caption: it may hold {wanted}")
+
+
+def clean_text(text: str) -> str:
+    """Text that can be stored as UTF-8: JSON may hold halves of characters, which become '?'."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def load_tokenizer(path_or_name: str):
+    """A transformers tokenizer from a folder or a hub name, or fails in one sentence."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path_or_name)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+        raise InputError(
+            f"cannot load a tokenizer from {path_or_name} ({reason}): give a folder that holds one (as made by "
+            "04a_make_tokenizer.py), or a name on a hub that can be reached"
+        ) from None
+    return tokenizer
+
+
+def text_length(tokenizer) -> int:
+    """L, the ids of a text: 77 as CLIP, or fewer if the tokenizer asks for it."""
+    return min(TEXT_LENGTH, tokenizer.model_max_length)
+
+
+def tokenize(tokenizer, texts: list[str]) -> np.ndarray:
+    """Token ids int32 [N, L], L = text_length(tokenizer): start, text, end, padding. Longer text is cut so that the row
+    still ends with the end token. The same call as the generator's, so training and painting see the same ids."""
+    length = text_length(tokenizer)
+    rows = tokenizer(list(texts), padding="max_length", truncation=True, max_length=length)
+    return np.array(rows["input_ids"], np.int32).reshape(-1, length)
+
+
+def tokenizer_hash(tokenizer) -> str:
+    """SHA-256 of what a tokenizer does: its vocabulary, its length, and the ids it gives to some difficult texts. The
+    same over versions of the libraries and ways of saving, as long as the ids are the same."""
+    probes = ["", "a photo of an astronaut riding a horse", "Résumé  you've 12,5 %\n🙂", "ÀÉ naïve CO2 don't"]
+    content = [sorted(tokenizer.get_vocab().items()), tokenizer.pad_token_id, tokenize(tokenizer, probes).tolist()]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""Weights of SD 1.x in files: names, reading, writing."""
