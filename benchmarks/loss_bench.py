@@ -22,23 +22,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from sd.data import Batch  # noqa: E402
 from sd.device import setup_device  # noqa: E402
+from sd.errors import InputError, run  # noqa: E402
 from sd.fused import apply  # noqa: E402
 from sd.kernels import available  # noqa: E402
 from sd.objective import Denoiser  # noqa: E402
-from sd.optim import (
-    ema_decay,  # noqa: E402
-    lr_at,  # noqa: E402
-    make_optimizer,  # noqa: E402
-)
-from sd.step import (
-    MicroSteps,  # noqa: E402
-    Update,  # noqa: E402
-)
-from SD_Model import PRESETS, InputError, NoiseSchedule, TextEncoder, UNet  # noqa: E402
-from SD_Train import (
-    parse_args,  # noqa: E402
-    resolve,  # noqa: E402
-)
+from sd.optim import ema_decay, lr_at, make_optimizer  # noqa: E402
+from sd.step import MicroSteps, Update  # noqa: E402
+from SD_Model import PRESETS, NoiseSchedule, TextEncoder, UNet  # noqa: E402
+from SD_Train import parse_args, resolve  # noqa: E402
 
 
 def sampled(net: torch.nn.Module) -> torch.Tensor:
@@ -57,7 +48,7 @@ def train(
     ema, config = copy.deepcopy(denoiser).requires_grad_(False), unet.config
     update = Update(make_optimizer(denoiser, settings), denoiser, ema, settings, 1)
     schedule = NoiseSchedule(settings["betas"], prediction=settings["prediction"])
-    run = MicroSteps(denoiser, lambda text: text, schedule, settings, update, device, print)
+    micro_steps = MicroSteps(denoiser, lambda text: text, schedule, settings, update, device, print)
     side = settings["size"] // PRESETS[settings["model"]]["vae"].factor
     draw = torch.Generator().manual_seed(settings["seed"])
     latents = torch.randn(pictures, config.in_channels, side, side, generator=draw)
@@ -68,10 +59,10 @@ def train(
         noise = torch.randn(len(i), *latents.shape[1:], generator=draw)
         t = torch.randint(schedule.steps, (len(i),), generator=draw)
         parts = zip(*(x.to(device).chunk(accumulate) for x in (latents[i], noise, t, text[i])))
-        of_step = [run(Batch(*part), first=a == 0, last=a == accumulate - 1) for a, part in enumerate(parts)]
+        of_step = [micro_steps(Batch(*part), first=a == 0, last=a == accumulate - 1) for a, part in enumerate(parts)]
         lr = lr_at(step, steps, settings)
         update(lr, settings["clip"], ema_decay(settings["ema"], step)).item()
-        run.end()
+        micro_steps.end()
         losses.append(torch.cat(of_step).mean().item())
     return losses, sampled(denoiser)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from sd.errors import InputError, run  # noqa: E402
 
-# The first that is found in a kernel's name; those with an underscore before them are SD_Kernels'.
+# The first that is found in a kernel's name; those with an underscore before them are of sd/kernels.py.
 KINDS = {
     "layout": r"nchw|transpose",
     "strided copies": r"(?<!vectorized_)(?<!unrolled_)elementwise_kernel<.*direct_copy",

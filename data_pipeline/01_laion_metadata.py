@@ -6,7 +6,7 @@
 
 Writes data/laion/metadata/*.parquet under their own names, unchanged, and manifest.json: the origin (of a hub the
 commit, which later runs keep to), rows and bytes of each file. A file is taken only if it is whole and has a URL and
-a caption under any of the names in ALIASES of common.py. Run the same command again to go on after a stop: what is
+a caption under any of the names in ALIASES of sd/metadata.py. Run the same command again to go on after a stop: what is
 there stays, and a file that was cut goes on where it stopped.
 """
 

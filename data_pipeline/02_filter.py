@@ -8,7 +8,7 @@
         --max_unsafe 0.5 --languages en,de --blocklist words.txt --block_domains domains.txt --drop_duplicate_content
 
 Writes one parquet per input parquet, under the same name, and manifest.json with the funnel: rows read, dropped by
-reason, kept; they add up. Columns are found under any of the names that LAION's releases use (ALIASES in common.py) and
+reason, kept; they add up. Columns are found under any of the names that LAION's releases use (sd/metadata.py) and
 leave under one name (url, caption, width, height, similarity, aesthetic, pwatermark, punsafe); all others are kept as
 they are. Rules apply in the order of the funnel, and the first that fails takes the row. --for takes the rules of a
 phase (PHASES below); a flag that is given as well replaces the phase's value.
@@ -71,8 +71,8 @@ FILTER_ALIASES = {  # beside those of sd/metadata.py; these columns keep their o
 
 @dataclass(frozen=True)
 class Rule:
-    """Keeps rows whose `column` (a name of FILTER_ALIASES) lies within [low, high], or, with `below`, within [low, high).
-    `reason` counts the dropped ones."""
+    """Keeps rows whose `column` (a name of FILTER_ALIASES) lies within [low, high], or, with `below`, within
+    [low, high). `reason` counts the dropped ones."""
 
     reason: str
     column: str
@@ -340,13 +340,13 @@ def drop_numbers(left: Dropper, rules: list[Rule], shard: Path) -> None:
 
 
 def content_hash(left: Dropper, column: str, shard: Path) -> np.ndarray:
-    """common.hash_texts of a column without nulls; hexadecimal digits of a content hash in either case are the same."""
+    """hash_texts of a column without nulls; hexadecimal digits of a content hash in either case are the same."""
     values = texts(left.batch, column, shard)
     return hash_texts(pc.ascii_lower(values) if column == "content" else values)
 
 
 def renamed(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """A batch whose columns of ALIASES in common.py have their own names; where such a name is taken, it stays."""
+    """A batch whose columns of ALIASES (sd/metadata.py) have their own names; where such a name is taken, it stays."""
     names = list(batch.schema.names)
     for canonical in ALIASES:
         name = find_column(names, canonical)

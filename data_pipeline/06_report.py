@@ -15,7 +15,6 @@ import argparse
 import base64
 import html
 import re
-import sys
 import tarfile
 from collections import Counter
 from collections.abc import Callable
@@ -40,12 +39,10 @@ from sd.text import TEXT_LENGTH
 from sd.weights.read import load_vae
 from sd.workers import progress
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # SD_Data, SD_Convert: imported where they are needed
-
 BATCH_ROWS = 65_536
 BARS = 48  # of a histogram, at most
 PICTURE_SIDE = 200  # pixels of the longer side of an embedded picture
-COLUMNS = ("width", "height", "aesthetic", "similarity", "url", "caption")  # as ALIASES in common.py calls them
+COLUMNS = ("width", "height", "aesthetic", "similarity", "url", "caption")  # as ALIASES in sd/metadata.py calls them
 STEPS = {"images": "01, 03", "filtered": "02_filter.py", "tokens": "04_tokenise.py",
          "dataset": "05_build_hf_dataset.py", "latents": "encode_latents.py"}  # fmt: skip
 
@@ -316,7 +313,7 @@ def decode_latents(vae_source: str, manifest: dict, latents: list[np.ndarray]) -
     """Pictures uint8 [H, W, 3] of scaled latents [z, h, w]. Fails if the VAE is another one than theirs."""
     import torch
 
-    from SD_Model import InputError, weights_hash
+    from SD_Model import weights_hash
 
     try:
         vae = load_vae(vae_source)
@@ -559,7 +556,7 @@ def draw_rejects(rejects: list[tuple[str, str, int]], folder: Path) -> str:
 
 
 def draw_mixture(sources: list) -> str:
-    """The sources of a mixture (SD_Data.Source): rows to train on, cap, share of the samples."""
+    """The sources of a mixture (sd.data.Source): rows to train on, cap, share of the samples."""
     rows = [((manifest_of(s.dataset) or {}).get("counts") or {}).get("train", 0) for s in sources]
     used = [min(n, s.cap) if s.cap else n for s, n in zip(sources, rows)]
     weights = [n if s.weight is None else s.weight for s, n in zip(sources, used)]

@@ -8,13 +8,13 @@ from tqdm import tqdm
 
 
 class InputError(ValueError):
-    """The user's mistake, in one sentence: what was wanted, what was found, what to do. It travels from worker processes
-    to the main one like any exception."""
+    """The user's mistake, in one sentence: what was wanted, what was found, what to do. It travels from worker
+    processes to the main one like any exception."""
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a program's main(). A user's mistake, a full disk, a folder that may not be written and a dead worker end with
-    one sentence on stderr and exit status 2, Ctrl-C with 130; any other exception is a bug and keeps its traceback."""
+    """Run a program's main(). A user's mistake, a full disk, a folder that may not be written and a dead worker end
+    with one sentence on stderr and status 2, Ctrl-C with 130; any other exception is a bug and keeps its traceback."""
     try:
         main()
     except BrokenProcessPool:

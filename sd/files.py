@@ -1,4 +1,4 @@
-"""Files and folders that are complete or not there: atomic writes, manifests, claims on an output folder, hashes, locks."""
+"""Files and folders that are complete or not there: atomic writes, manifests, claims on a folder, hashes, locks."""
 
 import fcntl
 import glob

@@ -1,4 +1,19 @@
-"""The networks of SD_Model.py built from the fused operations."""
+"""The networks of SD_Model.py, built from fused operations for NVIDIA GPUs.
+
+    fused.apply(unet)           # swaps them in; same parameters, same names, same mathematics. A VAE too
+    fused.settle(unet)          # for sampling: the weights stay as they are
+    graphs.Graphed(unet)        # the same network as CUDA graphs, for sampling: no time is lost between kernels
+
+The plain network reads and writes each activation for every bias, norm, SiLU, GELU, addition and concatenation, under
+autocast often in fp32. Here each such chain is one pass (norms: two), forward and backward, in fp32 inside and in the
+activations' dtype outside; sd/fused_ops.py has them.
+
+Products that share an input become one: q, k and v; k and v of the text; all residual blocks' time projections.
+Memory is channels_last throughout: [B, C, H, W] lies as [B, H, W, C], so that a feature map is a matrix of pixels.
+
+SD_Model.py is the reference, imports nothing from here, and runs wherever these kernels do not (CPU, MPS, GPUs before
+Ampere, machines without Triton, dropout above zero).
+"""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,12 @@
-"""The fused operations, with gradients. Activations are [B, C, H, W] in channels_last, or [..., C]."""
+"""What lies between convolutions, products and attention, fused, with gradients.
+
+    group_norm      [concatenate,] [add a vector a sample,] GroupNorm [, SiLU]; backward adds the residual's gradient
+    add_layer_norm  add a bias and the residual, LayerNorm; backward adds the residual's gradient and sums the bias's
+    geglu           add a bias, value x GELU(gate); without gradients on Hopper, the product before it too
+    add_bias        add a bias and the residual, or the bias alone; of feature maps also what GroupNorm begins with
+
+Activations are [B, C, H, W] in channels_last, or [..., C].
+"""
 
 import torch
 import torch.nn.functional as F
@@ -123,11 +131,13 @@ class _GroupNorm(torch.autograd.Function):
         norm = (x, e if given else x, stats)
         launch(kernels._gn_dmoments, grid, *norm, weight, bias, dy, part, HW, C, groups, S, **how)
         launch(
-            kernels._gn_dstats, (B, groups), part, stats, means, weight, dstats, de if given else part, dwb, HW, C, groups, S,
+            kernels._gn_dstats, (B, groups), part, stats, means, weight, dstats, de if given else part, dwb, HW, C,
+            groups, S,
             E=given, **ctx.chunks,
         )  # fmt: skip
         launch(
-            kernels._gn_dx, grid, *norm, dstats, weight, bias, dy, dy if dres is None else dres, dx, dskip if ctx.split else dx,
+            kernels._gn_dx, grid, *norm, dstats, weight, bias, dy, dy if dres is None else dres, dx,
+            dskip if ctx.split else dx,
             HW, C, C1, groups, S, CAT=ctx.split, RES=dres is not None, **how,
         )  # fmt: skip
         db, dw = dwb.sum(0).to(weight.dtype)  # [C], [C]
@@ -143,7 +153,8 @@ class _AddLayerNorm(torch.autograd.Function):
         h, y = torch.empty_like(a), torch.empty_like(a, dtype=out_dtype(a))
         stats = torch.empty(N, 2, dtype=torch.float32, device=a.device)
         BR = max(1, 2048 // BC)
-        launch(kernels._ln_forward, (-(-N // BR),), a, ab, a if res is None else res, weight, bias, h, y, stats, N, C, eps,
+        launch(kernels._ln_forward, (-(-N // BR),), a, ab, a if res is None else res, weight, bias, h, y, stats, N,
+        C, eps,
                                     RES=res is not None, BR=BR, BC=BC)  # fmt: skip
         ctx.save_for_backward(h, stats, weight)
         ctx.has_res, ctx.bias_dtype = res is not None, ab.dtype
@@ -286,8 +297,10 @@ def _linear_geglu(x, w, bias, fast: bool = True) -> torch.Tensor:
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3
     launch(
         kernels._geglu_product, (min(programs, -(-M // BM) * (N // BN)),),
-        kernels.TensorDescriptor.from_tensor(x, [BM, BK]), kernels.TensorDescriptor(w, [2, N, K], [N * K, K, 1], [2, BN, BK]), bias,
-        kernels.TensorDescriptor.from_tensor(y, [BM, BN]), M, N, K, 8 if K < 1280 else 16, BM=BM, BN=BN, BK=BK, FAST=fast,
+        kernels.TensorDescriptor.from_tensor(x, [BM, BK]), kernels.TensorDescriptor(w, [2, N, K], [N * K, K, 1], [2,
+        BN, BK]), bias,
+        kernels.TensorDescriptor.from_tensor(y, [BM, BN]), M, N, K, 8 if K < 1280 else 16, BM=BM, BN=BN, BK=BK,
+        FAST=fast,
         num_warps=8, num_stages=3,
     )  # fmt: skip
     return y

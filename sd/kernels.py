@@ -1,23 +1,6 @@
-"""Triton kernels for the UNet on NVIDIA GPUs: what lies between its convolutions, products and attention, fused.
+"""Triton kernels for NVIDIA GPUs, and how they are compiled and launched. sd/fused_ops.py gives them gradients.
 
-    SD_Kernels.apply(unet)      # swaps them in; same parameters, same names, same mathematics. A VAE too
-    SD_Kernels.settle(unet)     # for sampling: the weights stay as they are
-    SD_Kernels.Graphed(unet)    # the same network as CUDA graphs, for sampling: no time is lost between kernels
-
-The plain network reads and writes each activation for every bias, norm, SiLU, GELU, addition and concatenation, under
-autocast often in fp32. Here each such chain is one pass (norms: two), forward and backward, in fp32 inside and in the
-activations' dtype outside:
-
-    group_norm      [concatenate,] [add a vector a sample,] GroupNorm [, SiLU]; backward adds the residual's gradient
-    add_layer_norm  add a bias and the residual, LayerNorm; backward adds the residual's gradient and sums the bias's
-    geglu           add a bias, value x GELU(gate); without gradients on Hopper, the product before it too
-    add_bias        add a bias and the residual, or the bias alone; of feature maps also what GroupNorm begins with
-
-Products that share an input become one: q, k and v; k and v of the text; all residual blocks' time projections.
-Memory is channels_last throughout: [B, C, H, W] lies as [B, H, W, C], so that a feature map is a matrix of pixels.
-
-SD_Model.py is the reference, imports nothing from here, and runs wherever these kernels do not (CPU, MPS, GPUs before
-Ampere, machines without Triton, dropout above zero).
+Their names begin with an underscore, by which a trace tells them from torch's own kernels.
 """
 
 import contextvars
@@ -30,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 try:
     import triton
     import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor
+    from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: F401  (used as kernels.TensorDescriptor)
 except ImportError:  # a CPU build of torch
     triton = None
 

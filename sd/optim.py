@@ -47,7 +47,7 @@ def forget_gradients(parameters):
             p.copy_bf16.gradient = None
 
 
-def gradient_norm(parameters, shared: "SharedGradients | None") -> torch.Tensor:
+def gradient_norm(parameters, shared) -> torch.Tensor:
     """Of all gradients together, fp32; with `shared`, of those that processes have added up. InputError if a weight has
     none."""
     if shared is not None:
@@ -70,7 +70,7 @@ class FusedStep:
     BLOCK, WARPS = 512, 8
 
     def __init__(self, optimizer: torch.optim.AdamW, averages: dict[nn.Parameter, torch.Tensor], half=(),
-                 accumulates: bool = False, shared: "SharedGradients | None" = None):  # fmt: skip
+                 accumulates: bool = False, shared=None):  # fmt: skip
         """averages: of each of the optimizer's parameters. A state that is not there yet becomes zeros. half: weights
         from multiplied(), which DDP cannot see the gradients of. accumulates: over several backward passes a step."""
         self.shared, self.launches = shared, None

@@ -1,6 +1,6 @@
 """Samplers: plain functions of one signature, by name in SAMPLERS.
 
-    from SD_Samplers import SAMPLERS
+    from sd.samplers import SAMPLERS
     latents = SAMPLERS["dpmpp_2m"](model, noise, schedule, 20)                            # text to picture
     latents = SAMPLERS["euler"](model, noise, schedule, 30, init=latents, strength=0.6)   # picture to picture
 

@@ -1,8 +1,8 @@
 """The drawn world of the demo: four shapes, eight colours, five positions, three backgrounds; its words and pictures.
 
-    from data_pipeline import shapes
+    from sd import shapes
     picture, truth = shapes.sample(seed=0, index=7, size=64)   # a trained pair of shape and colour
-    prompts = shapes.prompts("held_out", 256, seed=0)          # pairs that no training picture or caption has
+    prompts = shapes.shape_prompts("held_out", 256, seed=0)          # pairs that no training picture or caption has
 
 A truth is a dict: shape, colour, position, background (words of the tables below), size (radius over picture side).
 """

@@ -28,7 +28,7 @@ def copies_weights(settings: dict) -> bool:
 class Update:
     """What follows the backward pass: clipping, AdamW, EMA; with fused kernels in one pass over memory.
 
-    With these, processes share gradients by SD_Kernels.SharedGradients instead of DDP.
+    With these, processes share gradients by SharedGradients (sd/parallel.py) instead of DDP.
     """
 
     def __init__(self, optimizer: torch.optim.AdamW, denoiser: Denoiser, ema: Denoiser, settings: dict, world: int):

@@ -1,4 +1,4 @@
-"""Compile every kernel of SD_Kernels.py for an H100, which needs no GPU: Triton's interpreter takes more than its
+"""Compile every kernel of sd/kernels.py for an H100, which needs no GPU: Triton's interpreter takes more than its
 compiler does. Run by test_kernels.py in a process without the interpreter."""
 
 import inspect
@@ -6,6 +6,8 @@ import inspect
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from sd import kernels
 
 # Types of arguments by name: activations and their gradients in bf16, the rest as in the kernels' docstrings.
 HALF = set("x x1 x2 x3 joined e y dy dres dx dx2 de a res h u du".split())
@@ -20,7 +22,7 @@ SMALL_TILES = {"_ln_forward": {"BR": 4, "BC": 512}, "_ln_backward": {"BR": 4, "B
 
 
 def compile_kernel(name: str, flag: bool):
-    kernel = getattr(K, name)
+    kernel = getattr(kernels, name)
     parameters, sizes = inspect.signature(kernel.fn).parameters, SIZES | SMALL_TILES.get(name, {})
     names = list(parameters)
     constants = {n: sizes.get(n, flag) for n in names if parameters[n].annotation is triton.language.constexpr}
@@ -42,7 +44,8 @@ def compile_kernel(name: str, flag: bool):
 
 
 if __name__ == "__main__":
-    launched = [n for n, f in vars(K).items() if isinstance(f, triton.JITFunction) and f.do_not_specialize is not None]
+    functions = [(n, f) for n, f in vars(kernels).items() if isinstance(f, triton.JITFunction)]
+    launched = [n for n, f in functions if f.do_not_specialize is not None]
     helpers = {"_tile", "_normed", "_gn_dz", "_chunk_moments", "_store_moments", "_gated"}
     for name in launched:
         if name not in helpers:

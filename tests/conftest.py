@@ -19,7 +19,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before SD_Kernels is imported: its kernels then run on the CPU
+    os.environ["TRITON_INTERPRET"] = "1"  # before sd.kernels is imported: its kernels then run on the CPU
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 

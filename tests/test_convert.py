@@ -1,4 +1,5 @@
-"""SD_Convert.py: weights in and out, bit for bit; strict reading; files that are hostile, damaged or something else.
+"""sd/weights and SD_Convert.py: weights in and out, bit for bit; strict reading; files that are hostile, damaged or
+something else.
 
 pytest tests/test_convert.py
 """
@@ -21,6 +22,7 @@ import safetensors
 import tokenizers
 import torch
 import transformers
+from binding import rebind
 from conftest import ROOT, make_pipeline, randomise
 from diffusers.loaders import single_file_utils
 from PIL import Image
@@ -35,9 +37,10 @@ import sd.weights.tensors
 import sd.weights.write
 import SD_Convert
 import SD_ImageGen
+from sd.errors import InputError
 from sd.weights.parts import save_vae
 from sd.weights.read import load_vae, open_model
-from SD_Model import PRESETS, VAE, InputError, NoiseSchedule, TextEncoder, UNet, UNetConfig, VAEConfig, weights_hash
+from SD_Model import PRESETS, VAE, NoiseSchedule, TextEncoder, UNet, UNetConfig, VAEConfig, weights_hash
 
 UNET = UNetConfig((32, 64, 64), (True, True, False), 2, 4, 32, 16)
 VAE_CONFIG = VAEConfig((16, 32, 32, 32), 1, norm_groups=8, scaling_factor=0.3)
@@ -136,9 +139,9 @@ def test_every_key_is_written(checkpoint, single):
 def test_round_trip_control_wrong_map(checkpoint, tmp_path, monkeypatch):
     """Had the reader and the writer other tables, the comparison would show it."""
     folder = convert(checkpoint, tmp_path / "folder", "--format", "diffusers")
-    monkeypatch.setattr(sd.weights.names, "UNET_RES", [*sd.weights.names.UNET_RES[:1], ("in_layers.2", "conv2"),
-                                                 *sd.weights.names.UNET_RES[2:4], ("out_layers.3", "conv1"),
-                                                 sd.weights.names.UNET_RES[5]])  # fmt: skip
+    table = sd.weights.names.UNET_RES
+    wrong = [*table[:1], ("in_layers.2", "conv2"), *table[2:4], ("out_layers.3", "conv1"), table[5]]
+    rebind(sd.weights.names, "UNET_RES", wrong, monkeypatch.setattr)
     with pytest.raises((InputError, AssertionError)):
         assert_equal(everything(checkpoint, "ema"), everything(folder, "ema"))
 
@@ -186,8 +189,11 @@ def test_sd15_single_file_has_the_originals_keys(clip_tokenizer, tmp_path, monke
         clip = CLIPTextConfig(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
         text = TextEncoder(CLIPTextModel(clip), clip_tokenizer)
     written = {}
-    monkeypatch.setattr(sd.weights.tensors, "cast", lambda part, tensors, dtype: tensors)  # meta tensors have no values
-    monkeypatch.setattr(SD_Convert, "save_file", lambda t, f, m: (written.update(t), f.touch(), written.update(meta=m)))
+    as_is = lambda part, tensors, dtype: tensors  # noqa: E731  (meta tensors have no values)
+    rebind(sd.weights.tensors, "cast", as_is, monkeypatch.setattr)
+    monkeypatch.setattr(
+        sd.weights.tensors, "save_file", lambda t, f, m: (written.update(t), f.touch(), written.update(meta=m))
+    )
     model = sd.weights.read.Model("", UNetConfig(), unet.state_dict, lambda: vae, lambda: text)
     sd.weights.write.save_ldm(tmp_path / "sd15.safetensors", model, torch.float16)
     metadata = written.pop("meta")
@@ -434,7 +440,7 @@ def test_vae_is_saved_whole_or_not_at_all(tmp_path, monkeypatch):
     def full_disk(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(SD_Convert, "save_file", full_disk)
+    monkeypatch.setattr(sd.weights.tensors, "save_file", full_disk)
     with pytest.raises(OSError, match="No space"):
         save_vae(randomise(VAE(VAE_CONFIG), 1), tmp_path / "vae")
     assert weights_hash(load_vae(tmp_path / "vae")) == before and [p.name for p in tmp_path.iterdir()] == ["vae"]
@@ -522,13 +528,13 @@ def test_single_file_with_clips_own_tokenizer(clip_tokenizer, tmp_path, monkeypa
     with safetensors.safe_open(file, "pt") as f:
         assert "tokenizer" not in f.metadata()
     clip_tokenizer.save_pretrained(tmp_path / "tokenizer")
-    monkeypatch.setattr(sd.weights.parts, "DEFAULT_TEXT_ENCODER", str(tmp_path / "tokenizer"))
+    rebind(sd.weights.parts, "DEFAULT_TEXT_ENCODER", str(tmp_path / "tokenizer"), monkeypatch.setattr)
     texts = ["a photo of an astronaut riding a horse on mars", ""]
     wanted = open_model(source).text_encoder()
     found = open_model(file).text_encoder()
     assert torch.equal(found.tokenize(texts), wanted.tokenize(texts))
     assert torch.equal(found.encode(texts), wanted.encode(texts))
-    monkeypatch.setattr(sd.weights.parts, "DEFAULT_TEXT_ENCODER", "openai/not-there")
+    rebind(sd.weights.parts, "DEFAULT_TEXT_ENCODER", "openai/not-there", monkeypatch.setattr)
     with pytest.raises(InputError, match="tokenizer was wanted"):
         open_model(file).text_encoder()
 
@@ -569,7 +575,7 @@ def test_reading_holds_one_copy(tmp_path):
     del state
     program = """
 import sys, threading, time
-import torch, SD_Convert
+import torch, sd.weights.read
 def anonymous():
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
 start, peak, done = anonymous(), 0, False
@@ -580,7 +586,7 @@ def watch():
         time.sleep(0.002)
 thread = threading.Thread(target=watch)
 thread.start()
-model = SD_Convert.open_model(sys.argv[1])
+model = sd.weights.read.open_model(sys.argv[1])
 opened = max(peak, anonymous()) - start
 unet = model.unet()
 done = True

@@ -1,4 +1,4 @@
-"""SD_Data.py: which pictures, in which order, with which noise; and data that are cut, missing or lying."""
+"""sd/data.py: which pictures, in which order, with which noise; and data that are cut, missing or lying."""
 
 import json
 import sys
@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent / "faults"))
 import micro
 
 import sd.data
+import sd.errors
 import sd.shards
-import SD_Model
 from sd.data import (
     Batch,
     BucketOrder,
@@ -157,7 +157,7 @@ def test_latents_captions_and_ids_stay_with_their_key(root):
 
 @pytest.mark.parametrize("text", ["a:x", "a:-1", "a:0", "a:nan", "a:inf", "a:1:0", "a:1:2:3", ":1", "a:1,b", ""])
 def test_faulty_mixtures_are_refused(text):
-    with pytest.raises(SD_Model.InputError, match="--data wants"):
+    with pytest.raises(sd.errors.InputError, match="--data wants"):
         sd.data.parse_sources({"dataset": None, "data_root": "data", "data": text})
 
 
@@ -428,7 +428,7 @@ def edited(path: Path, **changes):
 @pytest.mark.parametrize("changes", [{"count": 99}, {"vae": None}, {"size": None}, {"complete": False}])
 def test_faulty_latent_manifests_are_refused(root, changes):
     edited(root / "a/latents/manifest.json", **changes)
-    with pytest.raises(SD_Model.InputError):
+    with pytest.raises(sd.errors.InputError):
         split_of([source(root, "a")])
 
 
@@ -438,7 +438,7 @@ def test_damaged_manifests_are_refused(root, content):
         path = root / "a" / folder / "manifest.json"
         kept = path.read_text()
         path.unlink() if content is None else path.write_text(content)
-        with pytest.raises(SD_Model.InputError):
+        with pytest.raises(sd.errors.InputError):
             split_of([source(root, "a")])
         path.write_text(kept)
     split_of([source(root, "a")])
@@ -446,13 +446,13 @@ def test_damaged_manifests_are_refused(root, content):
 
 def test_lying_dataset_manifests_are_refused(root):
     edited(root / "a/dataset/manifest.json", counts={"train": 61, "val": 8})
-    with pytest.raises(SD_Model.InputError, match="61 train rows, and 60 are there"):
+    with pytest.raises(sd.errors.InputError, match="61 train rows, and 60 are there"):
         split_of([source(root, "a")])
 
 
 def test_cut_datasets_are_refused(root):
     damage(root / "a/dataset/train/data.arrow", "cut")
-    with pytest.raises(SD_Model.InputError, match="05"):
+    with pytest.raises(sd.errors.InputError, match="05"):
         split_of([source(root, "a")])
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import cv2
@@ -71,16 +72,16 @@ def samples(out: Path) -> dict[int, dict]:
     """Sample by picture number, of all tars; no number twice."""
     found = {}
     for tar in sorted((out / "images").glob("*.tar")):
-        rejects = common.Counter()
+        rejects = Counter()
         for _, sample in sd.shards.iter_samples(tar, rejects):
             assert found.setdefault(number_of(sample["json"]["url"]), sample) is sample
         assert not rejects
     return found
 
 
-def expected_counts(numbers) -> common.Counter:
+def expected_counts(numbers) -> Counter:
     faults = [server.fault_of(n) for n in numbers]
-    return common.Counter(REASONS[fault] for fault in faults if fault in REASONS)
+    return Counter(REASONS[fault] for fault in faults if fault in REASONS)
 
 
 @needs_engine

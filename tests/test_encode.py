@@ -430,7 +430,7 @@ def test_kill_9_while_a_changed_shard_is_replaced(setup, tmp_path):
     write_tar(images, "00001", [("000000500", sd.pictures.encode_png(picture(500)), "png")])
 
     def run_until_killed():
-        encode_latents.pq.write_table = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        sd.latents.pq.write_table = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         encode(images, folder, out)
 
     assert status_of(forked(run_until_killed)) == -signal.SIGKILL

@@ -236,7 +236,8 @@ def test_rejected_pictures_are_listed_with_their_keys(tmp_path, vae, flip):
     left_half[:, : SIZE // 2] = 255
 
     folder, out = tmp_path / "things" / "images", tmp_path / "latents"
-    members = [("good", sd.pictures.encode_png(picture(0)), "png"), ("one_side", sd.pictures.encode_png(left_half), "png"),
+    png = sd.pictures.encode_png
+    members = [("good", png(picture(0)), "png"), ("one_side", png(left_half), "png"),
                ("html", b"<html>", "jpg"), ("empty", b"", "jpg")]  # fmt: skip
     write_tar(folder, "00000", members)
     patch = pytest.MonkeyPatch()
@@ -424,13 +425,13 @@ def test_a_third_process_takes_over_from_one_that_was_killed(tmp_path, vae):
 def test_a_cpu_decodes_without_worker_processes(tmp_path, vae, monkeypatch):
     """They need seconds to start, longer than small pictures take to decode."""
     images = write_shards(tmp_path / "things" / "images", 1)
-    asked, real = [], encode_latents.DataLoader
+    asked, real = [], sd.stream.DataLoader
 
     def loader(*args, **options):
         asked.append(options["num_workers"])
         return real(*args, **options)
 
-    monkeypatch.setattr(encode_latents, "DataLoader", loader)
+    monkeypatch.setattr(sd.stream, "DataLoader", loader)
     flags = ["--vae", str(tmp_path / "vae"), "--size", str(SIZE), "--device", "cpu"]
     encode_latents.main(["--images", str(images), "--out", str(tmp_path / "latents"), *flags])
     assert asked == [0]

@@ -683,7 +683,7 @@ def test_product_files_import_no_oracle():
             found = banned & {n.split(".")[0] for n in names}
             assert not found, f"{path.relative_to(ROOT)} imports {found}"
             if path.name == "SD_Model.py":
-                assert not any(n.startswith(("SD_", "common", "encode_latents")) for n in names)
+                assert not any(n.startswith(("SD_", "sd", "encode_latents")) for n in names)
 
 
 def test_config_from_dict_is_strict():

@@ -15,6 +15,7 @@ from test_data_pipeline import load, run, write_rows
 
 import encode_latents
 import sd.data
+import sd.files
 import sd.weights.parts
 import SD_Model
 
@@ -64,7 +65,7 @@ def test_page_is_whole_and_asks_for_nothing(shapes, tmp_path):
     links = [value for name, value in page.attributes if name in ("src", "href")]
     assert len(links) == 5 and all(link.startswith("data:image/jpeg;base64,") for link in links)
     assert "script" not in page.tags and "link" not in page.tags and "http" not in content.replace("http-equiv", "")
-    manifest = REPORT.common.read_json(shapes / "filtered" / "manifest.json")
+    manifest = sd.files.read_json(shapes / "filtered" / "manifest.json")
     assert f"<b>{manifest['kept']:,}</b>" in content and f"−{manifest['dropped']['aesthetic']:,}" in content
     assert "Not tokenised" in content and "No latents" in content
     run("06_report.py", "--in", shapes, "--out", tmp_path / "b.html", "--pictures", 5)
@@ -118,7 +119,7 @@ def test_mixture_says_how_training_draws(tmp_path, data, caps, weights):
     """Rows, cap, share, and passes over a source in an epoch: as SD_Data.SampleOrder draws them."""
     for name, count in (("a", 1200), ("b", 500), ("c", 40)):
         (tmp_path / name / "dataset").mkdir(parents=True)
-        REPORT.common.write_manifest(tmp_path / name / "dataset", {"counts": {"train": count, "val": 7}})
+        sd.files.write_manifest(tmp_path / name / "dataset", {"counts": {"train": count, "val": 7}})
     run("06_report.py", "--data", data, "--data_root", tmp_path, "--out", tmp_path / "mixture.html")
     content = (tmp_path / "mixture.html").read_text()
     assert Page(content).texts.count("Sources by weight") == 1

@@ -1,4 +1,5 @@
-"""SD_Samplers.py and SD_ImageGen.py: against closed form, and picture for picture against the diffusers library.
+"""sd/samplers.py, sd/painting.py and SD_ImageGen.py: against closed form, and picture for picture against the
+diffusers library.
 
 pytest tests/test_samplers.py
 """
@@ -12,6 +13,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from binding import rebind
 from conftest import make_pipeline, randomise
 from PIL import Image
 
@@ -22,8 +24,9 @@ import sd.samplers
 import sd.speed
 import sd.weights.names
 import SD_ImageGen
+from sd.errors import InputError
 from sd.samplers import SAMPLERS
-from SD_Model import InputError, NoiseSchedule, TextEncoder
+from SD_Model import NoiseSchedule, TextEncoder
 
 # ----------------------------------------------------------------------------------------------------------------
 # Closed form: a mixture of Gaussians in one dimension
@@ -248,7 +251,7 @@ def test_wrong_map_control(small_tokenizer, tmp_path, monkeypatch):
         a, b = (f"middle_block.1.transformer_blocks.0.attn1.to_{k}.weight" for k in "qk")
         return {**names, a: names[b], b: names[a]}
 
-    monkeypatch.setattr(sd.weights.names, "unet_names", wrong)
+    rebind(sd.weights.names, "unet_names", wrong, monkeypatch.setattr)
     assert np.abs(ours(tmp_path / "model", tmp_path / "b.png", *SIZE) - expected).max() > 1
 
 
@@ -385,7 +388,7 @@ def test_parameters_text_is_read_back(small_tokenizer, tmp_path, prompt):
 ])  # fmt: skip
 def test_bad_flags_are_refused_before_any_work(small_tokenizer, tmp_path, monkeypatch, flags, message):
     make_pipeline(small_tokenizer).save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(sd.painting, "encode_texts", lambda *a, **k: pytest.fail("work began"))
+    rebind(sd.painting, "encode_texts", lambda *a, **k: pytest.fail("work began"), monkeypatch.setattr)
     with pytest.raises(InputError, match=message):
         SD_ImageGen.main(["--model", str(tmp_path / "model"), "--prompt", "a", "--device", "cpu", "--out",
                           str(tmp_path / "out"), "--width", "32", "--height", "32", *flags])  # fmt: skip
@@ -398,8 +401,8 @@ def test_benchmark_prints_its_figures_and_writes_nothing(small_tokenizer, tmp_pa
     common = ["--model", str(tmp_path / "model"), "--device", "cpu", "--out", str(tmp_path / "out"), *size]
     with pytest.raises(InputError, match="--benchmark wants at least 1, found 0"):
         SD_ImageGen.main([*common, "--benchmark", "0"])
-    started, open_model = time.perf_counter(), SD_ImageGen.SD_Convert.open_model
-    monkeypatch.setattr(SD_ImageGen.SD_Convert, "open_model", lambda *a, **k: time.sleep(0.3) or open_model(*a, **k))
+    started, open_model = time.perf_counter(), SD_ImageGen.open_model
+    monkeypatch.setattr(SD_ImageGen, "open_model", lambda *a, **k: time.sleep(0.3) or open_model(*a, **k))
     SD_ImageGen.main([*common, "--benchmark", "3"])
     row = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert 0.3 <= row["load_s"] < time.perf_counter() - started
@@ -413,5 +416,5 @@ def test_utilisation_is_of_the_flops_that_torch_counts(monkeypatch):
     conv = lambda x: torch.nn.Conv2d(3, 5, 3, padding=1)(x)  # noqa: E731
     # Each output of each of two pictures: a multiplication and an addition for every weight.
     assert sd.plan.count_flops(conv, (2, 3, 8, 8)) == 2 * 5 * 64 * 2 * 27
-    monkeypatch.setattr(sd.device, "peak_flops", lambda device: 2e12)
+    rebind(sd.device, "peak_flops", lambda device: 2e12, monkeypatch.setattr)
     assert sd.speed.benchmark_facts(torch.device("cpu"), 5e11)["mfu"] == 0.25

@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from binding import rebind
 from PIL import Image
 from test_data_pipeline import ENVIRONMENT, PIPELINE, load, run, run_process
 from web import files
@@ -26,8 +27,7 @@ from web import files
 import sd.files
 import sd.pictures
 import sd.shards
-
-SOURCES = load("01b_diffusiondb.py").sources
+import sd.sources
 
 
 def picture(seed: int, width: int = 80, height: int = 64, kind: str = "JPEG") -> bytes:
@@ -93,7 +93,7 @@ def test_laion_from_a_folder(tmp_path):
 
 
 def test_laion_from_a_server_that_cuts(tmp_path, monkeypatch):
-    monkeypatch.setattr(SOURCES, "PAUSE", 0)
+    monkeypatch.setattr(sd.sources, "PAUSE", 0)
     source, out = write_metadata(tmp_path / "mirror"), tmp_path / "data"
     with files.serve(source) as web:
         web.cuts = ["part-00001.parquet"]
@@ -216,7 +216,7 @@ def test_diffusiondb(tmp_path):
 
 
 def test_diffusiondb_from_a_server_is_deleted_part_by_part(tmp_path, monkeypatch):
-    monkeypatch.setattr(SOURCES, "PAUSE", 0)
+    monkeypatch.setattr(sd.sources, "PAUSE", 0)
     source, out = write_diffusiondb(tmp_path / "ddb"), tmp_path / "data"
     with files.serve(source) as web:
         web.cuts = ["images/part-000002.zip"]
@@ -356,7 +356,7 @@ def test_journeydb(tmp_path, packed):
 
 def test_journeydb_hostile_archive(tmp_path, monkeypatch):
     source, out = write_journeydb(tmp_path / "jdb", 1), tmp_path / "data"
-    monkeypatch.setattr(SOURCES.common, "MAX_MEMBER_BYTES", 1 << 20)
+    rebind(sd.sources, "MAX_MEMBER_BYTES", 1 << 20, monkeypatch.setattr)
     members = [
         ("000/u00.jpg", picture(0)),
         ("../../escape.jpg", picture(1)),

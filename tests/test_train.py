@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -30,10 +31,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent / "faults"))
 import micro
+from binding import rebind
 from micro import contents, flags, rows, start, start_ranks, status_of
 
 import sd.checkpoints
 import sd.data
+import sd.errors
 import sd.files
 import sd.fused
 import sd.fused_ops
@@ -91,10 +94,10 @@ def assert_equal_runs(a: Path, b: Path, settings=True):
 
 
 def patched(name: str, wrapper):
-    """A hook for micro.start: SD_Train.name becomes wrapper(the original)."""
+    """A hook for micro.start: a name of sd/objective.py becomes wrapper(the original)."""
 
     def hook(*_):
-        setattr(SD_Train, name, wrapper(getattr(SD_Train, name)))
+        rebind(sd.objective, name, wrapper(getattr(sd.objective, name)))
 
     return hook
 
@@ -174,8 +177,8 @@ def test_resume_of_two_ranks_is_exact(data, tmp_path):
 
 def on_this_device(*_):
     """A hook: the fused kernels run here too, through Triton's interpreter, one by one."""
-    sd.kernels.available = lambda device: True
-    sd.step.graphs_run = lambda *_: False
+    rebind(sd.kernels, "available", lambda device: True)
+    rebind(sd.step, "graphs_run", lambda *_: False)
     sd.fused_ops.BLOCK_R = 256  # few and large tiles, as the interpreter's time goes by tiles
     sd.optim.FusedStep.BLOCK = 1 << 13
 
@@ -246,7 +249,8 @@ def test_a_pass_that_cannot_be_recorded_goes_on_without_graphs(data, plain, tmp_
                 self.function(*inputs, last=last)  # gradients that must not stay
                 raise sd.graphs.NotRecorded("operation not permitted when stream is capturing")
 
-        sd.step.graphs_run, sd.graphs.GraphedBackward = lambda *_: True, Refusing
+        rebind(sd.step, "graphs_run", lambda *_: True)
+        rebind(sd.graphs, "GraphedBackward", Refusing)
         torch.cuda.synchronize = lambda: None
 
     text = train(data, tmp_path / "run", hook=hook)
@@ -469,7 +473,7 @@ def recorder(prefix: Path):
             prefix.with_name(f"{prefix.name}_{rank}").write_text(json.dumps(seen))
             return real(net, batch, *args)
 
-        sd.objective.backward = backward
+        rebind(sd.objective, "backward", backward)
         real_wrap = sd.step.wrap
 
         def wrap(denoiser, *args):
@@ -483,7 +487,7 @@ def recorder(prefix: Path):
             dist.destroy_process_group = destroy
             return real_wrap(denoiser, *args)
 
-        sd.step.wrap = wrap
+        rebind(sd.step, "wrap", wrap)
 
     return hook
 
@@ -570,7 +574,7 @@ def failing_write(step: int, how):
             (folder / "unet.safetensors").write_bytes(b"half of it")
             how()
 
-        sd.checkpoints.write_checkpoint = write
+        rebind(sd.checkpoints, "write_checkpoint", write)
 
     return hook
 
@@ -708,8 +712,8 @@ def test_checkpoint_alone_can_paint(data, tmp_path):
 def slowly(*_):
     """A hook: steps and saves that can be hit."""
     real, real_write = sd.objective.backward, sd.checkpoints.write_checkpoint
-    sd.objective.backward = lambda *args: time.sleep(0.05) or real(*args)
-    sd.checkpoints.write_checkpoint = lambda *args: time.sleep(0.4) or real_write(*args)
+    rebind(sd.objective, "backward", lambda *args: time.sleep(0.05) or real(*args))
+    rebind(sd.checkpoints, "write_checkpoint", lambda *args: time.sleep(0.4) or real_write(*args))
 
 
 def until(condition, seconds=60):
@@ -775,7 +779,7 @@ def poisoned(rank: int, steps: set[int], path: Path):
                 batch.latents[0, 0, 0, 0] = math.nan
             return batch
 
-        sd.data.make_batch = make_batch
+        rebind(sd.data, "make_batch", make_batch)
 
     return hook
 
@@ -1344,7 +1348,7 @@ def test_lineage_can_be_printed(data, plain, tmp_path, capsys):
         assert f"1. demo, 48 images, EMA weights {parent[:16]}" in text and "2. openmoji, 20 images" in text
         assert "things/latents  manifest" in text and "few/dataset  manifest" in text
     SD_Run.main(["--plot", str(plain)])
-    with pytest.raises(SD_Model.InputError, match="no log.jsonl"):
+    with pytest.raises(sd.errors.InputError, match="no log.jsonl"):
         SD_Run.main(["--plot", str(tmp_path)])
 
 
@@ -1358,7 +1362,7 @@ def waiting(forward=0.0, backward=0.0, sharing=0.0, update=0.0, loader=0.0):
             time.sleep(seconds(*args) if callable(seconds) else seconds)
             return function(*args, **kwargs)
 
-        setattr(owner, name, waited)
+        rebind(owner, name, waited) if isinstance(owner, types.ModuleType) else setattr(owner, name, waited)
 
     def hook(*_):
         later(sd.objective.Denoiser, "forward", forward)
@@ -1425,7 +1429,8 @@ def test_kinds_of_kernels_in_a_trace(monkeypatch, tmp_path, capsys):
         "_geglu_product": "products", "_add_bias": "residuals, biases, packing",
     }  # fmt: skip
     assert {name: trace_kinds.kind_of(name) for name in kinds} == kinds
-    launched = set(re.findall(r"_launch\(\s*(_\w+)", Path(SD_Kernels.__file__).read_text())) - {"kernel"}
+    sources = Path(SD_Train.__file__).parent.glob("sd/*.py")
+    launched = {name for p in sources for name in re.findall(r"launch\(\s*kernels\.(_\w+)", p.read_text())}
     assert len(launched) > 10 and "other" not in map(trace_kinds.kind_of, launched)
 
     names, trace = list(kinds)[:3], tmp_path / "trace.json"
@@ -1440,10 +1445,10 @@ def test_kinds_of_kernels_in_a_trace(monkeypatch, tmp_path, capsys):
     assert row["kinds"]["attention"] == {"ms": 1.5, "kernels": 0.5} and row["kinds"]["copies"]["ms"] == 0.75
     assert row["layout"] == names[:1]
     trace.write_text(json.dumps({"steps": 2, "traceEvents": events[-1:]}))
-    with pytest.raises(SD_Model.InputError, match="no kernels of a GPU"):
+    with pytest.raises(sd.errors.InputError, match="no kernels of a GPU"):
         trace_kinds.main([str(trace)])
     trace.write_text("{}")
-    with pytest.raises(SD_Model.InputError, match="is no trace from SD_Train.py"):
+    with pytest.raises(sd.errors.InputError, match="is no trace from SD_Train.py"):
         trace_kinds.main([str(trace)])
 
 
@@ -1451,7 +1456,7 @@ def test_kinds_of_kernels_in_a_trace(monkeypatch, tmp_path, capsys):
 def test_benchmark_of_ranks_that_copy_gradients(data, tmp_path):
     def hook(*_):
         copying()
-        sd.speed.PASSES = 1
+        rebind(sd.speed, "PASSES", 1)
 
     more = ("--benchmark", 1, "--batch", 1, "--kernels", "--dtype", "bf16")
     row = json.loads(train(data, tmp_path / "run", *more, world=2, hook=hook).splitlines()[-1])
@@ -1478,12 +1483,12 @@ def test_loss_benchmark_tells_rounding_from_other_training(monkeypatch, capsys):
     def weighted_otherwise(net, batch, text, schedule, settings, share):
         return backward(net, batch, text, schedule, settings | {"gamma": 1.0 if share == 1 else 5.0}, share)
 
-    monkeypatch.setattr(sd.objective, "backward", weighted_otherwise)
+    rebind(sd.objective, "backward", weighted_otherwise, monkeypatch.setattr)
     other = pair()
     assert other["all"] > 1e-3 and min(other["quarters"][1:]) > 1e-3 and other["weights"] > 0.01
     assert sum(other["quarters"]) / 4 == pytest.approx(other["all"], rel=1e-5)
     with pytest.raises(
-        SD_Model.InputError, match="--batch 4 must be divisible by the numbers of micro-batches, found 3"
+        sd.errors.InputError, match="--batch 4 must be divisible by the numbers of micro-batches, found 3"
     ):
         loss_bench.main(["--batch", "4", "--splits", "1", "3"])
 

@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent), str(ROOT / "tests")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -26,8 +26,10 @@ import pyarrow.parquet as pq  # noqa: E402
 import safetensors.torch  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, F401  (this and the next line: imported once here, and not in each fork)
+from binding import rebind  # noqa: E402
 from transformers import CLIPTextModel, CLIPTokenizer  # noqa: E402, F401
 
+import sd.errors  # noqa: E402
 import sd.files  # noqa: E402
 import sd.log  # noqa: E402
 import sd.objective  # noqa: E402
@@ -166,8 +168,8 @@ def peer_memory(possible: bool = True) -> list[tuple]:
     """What to set, as (owner, name, value), for processes on a CPU to reach each other's memory as GPUs do."""
     return [
         (sd.parallel.PeerCopies, "possible", lambda device: possible),
-        (SD_Kernels, "_symmetric_empty", lambda size, device: torch.empty(size, dtype=torch.uint8)),
-        (SD_Kernels, "_symmetric_handle", lambda memory: FileMemory(len(memory))),
+        (sd.parallel, "_symmetric_empty", lambda size, device: torch.empty(size, dtype=torch.uint8)),
+        (sd.parallel, "_symmetric_handle", lambda memory: FileMemory(len(memory))),
     ]
 
 
@@ -191,10 +193,10 @@ def start(argv: list[str], output: Path, hook=None, curves=False, limit=120, **e
         torch.set_num_threads(1)
         faulthandler.dump_traceback_later(limit, exit=True, file=sys.stderr)
         if not curves:
-            sd.log.plot_run = lambda out: None
+            rebind(sd.log, "plot_run", lambda out: None)
         if hook is not None:
             hook()
-        SD_Model.run_cli(lambda: SD_Train.main(argv))
+        sd.errors.run(lambda: SD_Train.main(argv))
         status = 0
     except SystemExit as e:
         status = e.code if isinstance(e.code, int) else 1
@@ -264,5 +266,5 @@ if __name__ == "__main__":
         if sys.argv[1:2] == ["--slow"]:  # 15 ms more a micro-batch
             del sys.argv[1]
             real = sd.objective.backward
-            sd.objective.backward = lambda *args: time.sleep(0.015) or real(*args)
+            rebind(sd.objective, "backward", lambda *args: time.sleep(0.015) or real(*args))
         SD_Model.run_cli(SD_Train.main)

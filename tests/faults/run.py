@@ -24,12 +24,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import micro  # noqa: E402
+import torch  # noqa: E402
+from binding import rebind  # noqa: E402
 from micro import checkpoints, differences, flags, start, start_ranks, status_of  # noqa: E402
 
 import sd.checkpoints  # noqa: E402
 import sd.data  # noqa: E402
 import sd.objective  # noqa: E402
-import SD_Run  # noqa: E402
 
 STEPS, SAVE = 40, 2
 RUN = ("--max_steps", STEPS, "--save_steps", SAVE, "--keep_last", 3, "--val_steps", 20)
@@ -81,14 +82,14 @@ class Faults:
 
 def slow(*_):
     """A hook: each step takes 15 ms more, and each file of a checkpoint a few."""
-    real, real_save = sd.objective.backward, SD_Run.safetensors.torch.save_file
-    sd.objective.backward = lambda *args: time.sleep(0.015) or real(*args)
+    real, real_save = sd.objective.backward, sd.checkpoints.safetensors.torch.save_file
+    rebind(sd.objective, "backward", lambda *args: time.sleep(0.015) or real(*args))
 
     def save_file(*args):
         real_save(*args)
         time.sleep(0.015)
 
-    SD_Run.safetensors.torch.save_file = save_file
+    sd.checkpoints.safetensors.torch.save_file = save_file
 
 
 def wait_for(condition, pids: list[int], seconds: float = 60) -> bool:
@@ -203,16 +204,16 @@ def full_disk(f: Faults):
                     pass
 
             def hook(moment=moment, fill=fill):
-                real, real_save = sd.checkpoints.write_checkpoint, SD_Run.torch.save
+                real, real_save = sd.checkpoints.write_checkpoint, torch.save
 
                 def write(folder, snapshot):
                     if snapshot["state"]["step"] >= 20 and moment == "in the middle":
-                        SD_Run.torch.save = lambda *args: fill() or real_save(*args)
+                        torch.save = lambda *args: fill() or real_save(*args)
                     real(folder, snapshot)
                     if snapshot["state"]["step"] == 18 and moment == "before":
                         fill()
 
-                sd.checkpoints.write_checkpoint = write
+                rebind(sd.checkpoints, "write_checkpoint", write)
 
             status, text, faults = f.train(out, hook=hook), f.text(out), []
             if (
@@ -274,7 +275,7 @@ def nan(f: Faults):
                         batch.latents[0, 0, 0, 0] = math.nan
                     return batch
 
-                sd.data.make_batch = make_batch
+                rebind(sd.data, "make_batch", make_batch)
 
             out, faults = f.new("nan"), []
             status = f.train(out, "--max_skipped", 5, world=2, hook=hook)
