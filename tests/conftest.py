@@ -45,6 +45,13 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).abs().max() / b.abs().max()).item()
 
 
+def cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    words = {line.split(":")[0].strip(): line.split(":")[1].strip() for line in lines if ":" in line}
+    return " ".join([words.get("model name", "?"), words.get("cpu family", "?"), words.get("model", "?"),
+                     torch.backends.cpu.get_cpu_capability()])  # fmt: skip
+
+
 def make_clip_tokenizer(merge_count: int = 49152 - 256 - 2):
     """CLIP's own tokenizer, from the BPE vocabulary that the package open_clip carries (not imported: torchvision).
     Fewer merges make a smaller one of the same kind, which loads faster."""

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parent / "faults"))
 import micro
 from binding import rebind
+from conftest import cpu_name
 from micro import contents, flags, rows, start, start_ranks, status_of
 
 import sd.checkpoints
@@ -993,13 +994,6 @@ def test_weight_decay_spares_biases_and_norms(data):
     for name, p in net.named_parameters():
         decays = not (name.endswith("bias") or "norm" in name or p.ndim == 1)
         assert found[id(p)] == (0.01 * decays, 0.05 if "text_encoder" in name else 0.5, (0.8, 0.99)), name
-
-
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    words = {line.split(":")[0].strip(): line.split(":")[1].strip() for line in lines if ":" in line}
-    return " ".join([words.get("model name", "?"), words.get("cpu family", "?"), words.get("model", "?"),
-                     torch.backends.cpu.get_cpu_capability()])  # fmt: skip
 
 
 def test_golden_losses(data, tmp_path):
