@@ -6,159 +6,308 @@
     python SD_ImageGen.py --model runs/final --prompts_file prompts.txt --batch 8 --out out
     python SD_ImageGen.py --model v1-5-pruned.safetensors --prompt "a lighthouse" --sampler dpmpp_2m_karras --steps 25
     python SD_ImageGen.py --model sd15_folder --prompt "the same in winter" --init_image house.jpg --strength 0.6
+    python SD_ImageGen.py --model runs/final --from_png out/00003.png --steps 100 --out more
 
 Picture i is drawn from seed + i by a CPU generator of its own, so it is the same whatever the batch, and nearly the
-same on every device. PNGs carry their settings; several pictures also come as grid.png. Prompts may be of any length:
-they are encoded in chunks of 75 tokens, joined along the sequence.
+same on every device. Each batch is saved as soon as it is done; numbers go on behind the pictures that are in the
+folder, and nothing is overwritten without --overwrite. PNGs carry their settings; several pictures also come as a grid.
+
+Prompts have A1111's syntax of weights, `(word:1.3)`, `(word)`, `[word]`, `\\(` and BREAK, unless --plain_prompt is
+given, and may be of any length: they are encoded in chunks of 75 tokens, joined along the sequence. docs/PAINTING.md
+says how.
 """
 
 import argparse
 import json
+import math
+import sys
 import time
-from pathlib import Path
+
+import torch
+from tqdm import tqdm
 
 from sd.device import DTYPES, layout, pick_device
 from sd.errors import InputError, run
-from sd.files import make_writable
 from sd.fused import FusedUNet, apply
 from sd.graphs import Graphed
-from sd.painting import decode_latents, encode_pairs, fast, make_sampler, sample_latents
-from sd.pictures import grid, load_picture, save_png
+from sd.output import Output
+from sd.painting import decode_each, encode_pairs, fast, make_sampler, sample_batches, sampler_options
+from sd.pictures import load_picture
+from sd.pnginfo import read_settings
+from sd.prompts import LONG_PROMPTS, SEEDS, check_seed, check_text, foreign_syntax, parse_prompt, read_prompts
 from sd.samplers import SAMPLERS
 from sd.speed import sampling_benchmark
-from sd.weights.read import load_vae, open_model
+from sd.weights.parts import load_tokenizer
+from sd.weights.read import Model, load_vae, open_model
 from SD_Model import TextEncoder
 
 
-def read_jobs(args) -> list[dict]:
-    """One job a picture: prompt, negative, seed. A prompts file has a prompt a line, or .jsonl objects with `prompt`
-    and, if wanted, `negative` and `seed`."""
+def read_rows(args) -> list[dict]:
+    """What is to be painted, --n pictures each: prompt, negative, where (for messages) and, if the row has one, seed.
+    InputError for whatever is wrong with any of them."""
     if args.benchmark is not None and args.prompts_file is None:
         args.prompt = args.prompt or ""  # the words do not matter
     if (args.prompt is None) == (args.prompts_file is None):
         raise InputError("give either --prompt TEXT or --prompts_file FILE")
-    if args.n < 1:
-        raise InputError(f"--n wants at least 1 picture a prompt, found {args.n}")
-    lines = [{"prompt": args.prompt}]
+    rows = [{"prompt": args.prompt, "where": "--prompt"}]
     if args.prompts_file is not None:
-        try:
-            text = Path(args.prompts_file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
-            raise InputError(f"--prompts_file wants a UTF-8 text file, found {args.prompts_file} ({e})") from None
-        lines = [{"prompt": line.strip()} for line in text.splitlines() if line.strip()]
-        if args.prompts_file.endswith(".jsonl"):
+        rows = read_prompts(args.prompts_file)
+    check_text(args.negative, "--negative", "negative")
+    notes = {}
+    for i, row in enumerate(rows):
+        row.setdefault("negative", args.negative)
+        check_text(row["prompt"], row["where"], "prompt")
+        last = row["seed"] + args.n - 1 if "seed" in row else args.seed + (i + 1) * args.n - 1
+        check_seed(last, row["where"], "the last seed")
+        if args.plain_prompt:
+            continue
+        for side in ("prompt", "negative"):
             try:
-                lines = [json.loads(line["prompt"]) for line in lines]
-                lines = [{k: row[k] for k in ("prompt", "negative", "seed") if k in row} for row in lines]
-            except (json.JSONDecodeError, TypeError) as e:
-                raise InputError(f"{args.prompts_file} wants one JSON object a line ({e})") from None
-        if not lines or any(not isinstance(row.get("prompt"), str) for row in lines):
-            raise InputError(f"{args.prompts_file} wants at least one prompt, and in .jsonl a `prompt` on every line")
-    jobs = []
-    for row in lines:
-        for k in range(args.n):
-            seed = row["seed"] + k if "seed" in row else args.seed + len(jobs)
-            jobs.append({"prompt": row["prompt"], "negative": row.get("negative", args.negative), "seed": seed})
-    return jobs
+                parse_prompt(row[side])
+            except InputError as e:
+                raise InputError(f"{row['where']}: {e}, or give --plain_prompt") from None
+            notes |= dict.fromkeys(foreign_syntax(row[side]))
+    for name in notes:
+        print(f"note: {name} is painted as plain words here")
+    return rows
+
+
+def job(rows: list[dict], args, i: int) -> dict:
+    """Prompt, negative and seed of picture i."""
+    row, k = rows[i // args.n], i % args.n
+    seed = row["seed"] + k if "seed" in row else args.seed + i
+    return {"prompt": row["prompt"], "negative": row["negative"], "seed": seed}
+
+
+# What holds where neither a flag nor --from_png says otherwise.
+DEFAULTS = dict(negative="", steps=50, cfg=7.5, seed=0, n=1, batch=4, cfg_rescale=0.0, sampler="ddim", strength=0.75,
+                plain_prompt=False, long_prompts="padded", ddim_timesteps="diffusers", weights="ema", out="out",
+                overwrite=False)  # fmt: skip
 
 
 def parse_args(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--model", required=True, help="a checkpoint or run folder, or any SD 1.x file or folder")
-    p.add_argument("--prompt", help="what to paint")
-    p.add_argument("--negative", default="", help="what to steer away from")
-    p.add_argument("--prompts_file", help=".txt with a prompt a line, or .jsonl with prompt, negative, seed")
-    p.add_argument("--steps", type=int, default=50)
-    p.add_argument("--cfg", type=float, default=7.5, help="guidance scale; 1: the prompt alone, 0: the negative alone")
-    p.add_argument("--seed", type=int, default=0, help="picture i uses seed + i")
-    p.add_argument("--n", type=int, default=1, help="pictures a prompt")
-    p.add_argument("--batch", type=int, default=4, help="pictures at once; does not change them")
-    p.add_argument("--width", type=int, help="pixels, a multiple of 8; default: the size the model was trained at")
-    p.add_argument("--height", type=int)
-    p.add_argument("--cfg_rescale", type=float, default=0.0, help="0 to 1; 0.7 for zero-SNR models, which burn else")
-    p.add_argument("--sampler", default="ddim", help=", ".join(SAMPLERS))
-    p.add_argument("--init_image", help="a picture to start from instead of noise")
-    p.add_argument("--strength", type=float, default=0.75, help="0 to 1, with --init_image: how much may change")
-    p.add_argument("--vae", help="a VAE other than the model's: folder, file or hub name")
-    p.add_argument("--text_encoder", help="a text encoder other than the model's: folder or hub name")
-    p.add_argument("--weights", choices=["ema", "live"], default="ema")
-    p.add_argument("--device", help="cuda, cuda:1, mps or cpu; default: the best there is")
-    p.add_argument("--dtype", choices=list(DTYPES), help="default: bf16 on CUDA, fp32 elsewhere")
-    p.add_argument("--benchmark", type=int, metavar="STEPS", help="time so many steps with --batch, write nothing")
-    p.add_argument("--out", default="out", help="a folder, or a .png for one picture")
+    p.add_argument("--model", help="a checkpoint or run folder, or any SD 1.x file or folder")
+    p.add_argument("--from_png", metavar="FILE", help="paint again what a PNG says, ours or A1111's; flags go on top")
+    p.add_argument("--overwrite", action="store_true", default=None, help="number from 0 and write over what is there")
+    p.add_argument("--out", help="a folder, or a .png for one picture; default: out")
+
+    g = p.add_argument_group("prompts")
+    g.add_argument("--prompt", help="what to paint")
+    g.add_argument("--negative", help="what to steer away from")
+    g.add_argument("--prompts_file", help=".txt with a prompt a line, or .jsonl with prompt, negative, seed")
+    g.add_argument("--plain_prompt", action=argparse.BooleanOptionalAction,
+                   help="brackets, BREAK and backslashes are words, not A1111's syntax of weights")  # fmt: skip
+    g.add_argument("--long_prompts", choices=LONG_PROMPTS, help="over 75 tokens: cut every 75, the shorter of prompt "
+                   "and negative padded (default); or cut at commas, or between weighted words, as A1111 and ComfyUI "
+                   "do by default, without padding")  # fmt: skip
+    g.add_argument("--seed", type=int, help=f"picture i uses seed + i; 0 to {SEEDS - 1}; default: 0")
+    g.add_argument("--n", type=int, help="pictures a prompt; default: 1")
+
+    g = p.add_argument_group("sampling")
+    g.add_argument("--sampler", help=f"{', '.join(SAMPLERS)}; default: ddim")
+    g.add_argument("--steps", type=int, help="default: 50")
+    g.add_argument("--cfg", type=float, help="guidance scale; 1: the prompt alone, 0: the negative alone; default: 7.5")
+    g.add_argument("--cfg_rescale", type=float, help="0 to 1; 0.7 for zero-SNR models, which burn else; default: 0")
+    g.add_argument("--spacing", choices=["leading", "trailing", "linspace"],
+                   help="which timesteps; default: the model's, else diffusers' own for the sampler")  # fmt: skip
+    g.add_argument("--ddim_timesteps", choices=["diffusers", "a1111", "comfyui"], help="ddim: exactly --steps of them "
+                   "(default), or the list of the original code, which A1111 and ComfyUI use: 31 for 30")  # fmt: skip
+    g.add_argument("--width", type=int, help="pixels, a multiple of 8; default: the size the model was trained at")
+    g.add_argument("--height", type=int)
+    g.add_argument("--init_image", help="a picture to start from instead of noise")
+    g.add_argument("--strength", type=float, help="0 to 1, with --init_image: how much may change; default: 0.75")
+
+    g = p.add_argument_group("the model")
+    g.add_argument("--weights", choices=["ema", "live"], help="default: ema")
+    g.add_argument("--vae", help="a VAE other than the model's: folder, file or hub name")
+    g.add_argument("--text_encoder", help="a text encoder other than the model's: folder or hub name")
+    g.add_argument("--tokenizer", help="a tokenizer other than the model's: folder or hub name")
+    g.add_argument("--prediction", choices=["epsilon", "v"], help="what the UNet predicts, where the file does not say")
+    g.add_argument("--zero_terminal_snr", action="store_true", default=None, help="its last timestep is pure noise")
+
+    g = p.add_argument_group("running")
+    g.add_argument("--batch", type=int, help="pictures at once; does not change them; default: 4")
+    g.add_argument("--device", help="cuda, cuda:1, mps or cpu; default: the best there is")
+    g.add_argument("--dtype", choices=list(DTYPES), help="default: bf16 on CUDA, fp32 elsewhere")
+    g.add_argument("--benchmark", type=int, metavar="STEPS", help="time so many steps with --batch, write nothing")
     return p.parse_args(argv)
 
 
+def settle(args):
+    """Fill what no flag said from --from_png, then from DEFAULTS, and check it. InputError, or the same args."""
+    if args.ddim_timesteps is not None and (args.spacing is not None or args.sampler not in (None, "ddim")):
+        raise InputError("--ddim_timesteps is for --sampler ddim, and replaces --spacing: leave one of them out")
+    if args.spacing is not None and args.sampler == "dpmpp_2m_karras":
+        raise InputError("--spacing says nothing to dpmpp_2m_karras, whose sigmas are its own: leave it out")
+    if args.from_png is not None:
+        given, notes = read_settings(args.from_png)
+        name, sampler = given.pop("model_name", None), given.pop("unknown_sampler", None)
+        if sampler is not None and args.sampler is None:
+            raise InputError(f"{args.from_png} wants the sampler {sampler!r}, which is not known here: give --sampler")
+        if args.prompts_file is not None:
+            given = {k: v for k, v in given.items() if k not in ("prompt", "negative")}
+        if args.spacing is not None or args.sampler is not None:
+            given.pop("ddim_timesteps", None)
+        if args.ddim_timesteps is not None or args.sampler is not None:
+            given.pop("spacing", None)
+        for key, value in given.items():
+            if getattr(args, key) is None:
+                setattr(args, key, value)
+        if args.init_image is None and "strength" in given:
+            notes.append("it was painted over another picture, or in two passes: give --init_image for the first")
+        if args.model is None:
+            raise InputError(f"{args.from_png} names the model {name!r} and not where it lies: give --model")
+        if name is not None:
+            notes.append(f"it was painted with the model {name!r}, this one with {args.model}")
+        for note in notes:
+            print(f"note on {args.from_png}: {note}")
+    if args.model is None:
+        raise InputError("--model wants a checkpoint, a run folder, or any SD 1.x file or folder")
+    for key, value in DEFAULTS.items():
+        if getattr(args, key) is None:
+            setattr(args, key, value)
+    if args.sampler not in SAMPLERS:
+        raise InputError(f"--sampler wants one of {', '.join(SAMPLERS)}, found {args.sampler!r}")
+    for name, known in (("long_prompts", LONG_PROMPTS), ("ddim_timesteps", ("diffusers", "a1111", "comfyui"))):
+        if getattr(args, name) not in known:
+            raise InputError(f"--{name} wants one of {', '.join(known)}, found {getattr(args, name)!r}")
+    for name in ("n", "batch", "benchmark", "steps"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise InputError(f"--{name} wants at least 1, found {getattr(args, name)}")
+    if not math.isfinite(args.cfg):
+        raise InputError(f"--cfg wants a number, found {args.cfg}")
+    if not 0 <= args.cfg_rescale <= 1:
+        raise InputError(f"--cfg_rescale wants 0 to 1, found {args.cfg_rescale}")
+    if args.init_image is not None and not (0 < args.strength <= 1 and int(args.steps * args.strength) >= 1):
+        raise InputError(f"--strength wants 0 to 1 and, of {args.steps} steps, at least one; found {args.strength}")
+    check_seed(args.seed, "--seed")
+    return args
+
+
+def open_for(args) -> Model:
+    """The model that the flags name, with what they say about it."""
+    told = {k: getattr(args, k) for k in ("prediction", "zero_terminal_snr", "tokenizer")}
+    model = open_model(args.model, weights=args.weights, **{k: v for k, v in told.items() if v is not None})
+    print(model.found)
+    return model
+
+
 def main(argv=None):
-    args = parse_args(argv)
+    args = settle(parse_args(argv))
+    output = None
+    try:
+        rows = read_rows(args)
+        if args.benchmark is None:
+            output = Output(args.out, len(rows) * args.n, args.overwrite)
+        paint(args, rows, output)
+    except KeyboardInterrupt:
+        print(f"\nstopped: {output.told() if output else 'nothing was begun'}", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def paint(args, rows: list[dict], output: Output | None):
+    """Open the model and paint all rows, batch after batch, each saved when it is done; or time it, --benchmark."""
     started = time.time()
     device = pick_device(args.device)
     dtype = DTYPES[args.dtype or ("bf16" if device.type == "cuda" else "fp32")]
-    jobs = read_jobs(args)
-    out = Path(args.out)
-    if out.suffix.lower() == ".png" and len(jobs) > 1:
-        raise InputError(f"--out {out} names one picture and {len(jobs)} were asked for; give a folder")
-    for name in ("batch", "benchmark"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise InputError(f"--{name} wants at least 1, found {getattr(args, name)}")
-    if not 0 <= args.cfg_rescale <= 1:
-        raise InputError(f"--cfg_rescale wants 0 to 1, found {args.cfg_rescale}")
-    model = open_model(args.model, weights=args.weights)
-    print(model.found)
+    model = open_for(args)
     height = args.height if args.height is not None else model.size
     width = args.width if args.width is not None else model.size
-    if not 1 <= args.steps <= model.schedule.steps:
+    if args.steps > model.schedule.steps:
         raise InputError(f"--steps wants 1 to {model.schedule.steps}, found {args.steps}")
-    sampler = make_sampler(args.sampler, model.schedule, model.sampling, args.strength)
-    if args.init_image is not None:
-        if not 0 < args.strength <= 1 or int(args.steps * args.strength) < 1:
-            raise InputError(f"--strength wants 0 to 1 and, of {args.steps} steps, at least one; found {args.strength}")
-    folder = out.parent if out.suffix.lower() == ".png" else out
-    if args.benchmark is None:
-        make_writable(folder)
+    sampling = dict(model.sampling)
+    if args.spacing is not None:
+        sampling["spacing"] = args.spacing
+    if args.ddim_timesteps != "diffusers":
+        sampling["timesteps"] = args.ddim_timesteps
+    sampler = make_sampler(args.sampler, model.schedule, sampling, args.strength)
+    picture = init = None
+    if args.init_image is not None and min(width, height) > 0:
+        picture = load_picture(args.init_image, width, height)
 
-    # Text encoder, UNet and VAE are on the device one after the other, never together.
     vae = model.vae() if args.vae is None else load_vae(args.vae)
     factor, z = vae.config.factor, vae.config.latent_channels
     if height < factor or width < factor or height % factor or width % factor:
         raise InputError(f"--width and --height want multiples of {factor}, found {width} x {height}")
-    init = None
-    if args.init_image is not None:
-        picture = load_picture(args.init_image, width, height)
-        init = vae.to(device, dtype).encode(picture.to(device, dtype)).float().cpu()  # [1, z, h, w]
-        vae = vae.cpu()
-    text_encoder = model.text_encoder() if args.text_encoder is None else TextEncoder.from_pretrained(args.text_encoder)
-    text_encoder = text_encoder.to(device, dtype)
-    contexts, nulls = encode_pairs(text_encoder, [j["prompt"] for j in jobs], [j["negative"] for j in jobs])
-    del text_encoder
-    unet = fast(model.unet(device, dtype), device, dtype)
+    shape = z, height // factor, width // factor
+    vae = vae.to(device, dtype)
+    if picture is not None:
+        init = vae.encode(picture.to(device, dtype)).float().cpu()  # [1, z, h, w]
+    text_encoder = load_text_encoder(args, model).to(device, dtype)
     if args.benchmark:
+        context = encode_jobs(text_encoder, [job(rows, args, 0)], args)[0][0]
+        unet = fast(model.unet(device, dtype), device, dtype)
         load_s = round(time.time() - started, 2)  # all three networks, and the prompt encoded
         if isinstance(unet, FusedUNet):
             apply(vae)
-        row = sampling_benchmark(unet, vae, contexts[0], args, (z, height // factor, width // factor), device, dtype)
+        row = sampling_benchmark(unet, vae, context, args, shape, device, dtype)
         return print(json.dumps({"benchmark": "sample", "model": args.model, "load_s": load_s} | row))
+    unet = fast(model.unet(device, dtype), device, dtype)
     if isinstance(unet, FusedUNet):
         unet, vae = Graphed(unet), apply(vae)
-    latents = sample_latents(
-        unet, contexts, nulls, [j["seed"] for j in jobs], (z, height // factor, width // factor), sampler=sampler,
-        steps=args.steps, cfg=args.cfg, batch=args.batch, device=device, progress=True, rescale=args.cfg_rescale,
-        init=init,
-    )  # fmt: skip
-    del unet
-    pictures = decode_latents(vae.to(device, dtype, memory_format=layout(device)), latents, args.batch, device, dtype)
+    vae = vae.to(device, dtype, memory_format=layout(device))
 
-    common = {"steps": args.steps, "cfg": args.cfg, "sampler": args.sampler, "size": [width, height],
-              "weights": args.weights, "model": str(args.model)}  # fmt: skip
-    if args.cfg_rescale:
-        common["cfg_rescale"] = args.cfg_rescale
-    if init is not None:
-        common |= {"init_image": args.init_image, "strength": args.strength}
-    for i, (job, picture) in enumerate(zip(jobs, pictures)):
-        save_png(out if folder != out else out / f"{i:05d}.png", picture, job | common)
-    if len(jobs) > 1:
-        save_png(out / "grid.png", grid(pictures), common | {"prompts": [j["prompt"] for j in jobs]})
-    print(f"{len(jobs)} pictures of {width} x {height} in {time.time() - started:.1f} s: {out}")
+    about = settings_for_png(args, model, sampling, (width, height))
+    window = args.batch * max(1, 64 // args.batch)  # prompts encoded at once: memory does not grow with their number
+    try:
+        with tqdm(total=output.count * args.steps, desc="sampling", unit="step") as bar:
+            for first in range(0, output.count, window):
+                jobs = [job(rows, args, i) for i in range(first, min(output.count, first + window))]
+                contexts, nulls = encode_jobs(text_encoder, jobs, args)
+                for part, latents in sample_batches(
+                    unet, contexts, nulls, [j["seed"] for j in jobs], shape, sampler=sampler, steps=args.steps,
+                    cfg=args.cfg, batch=args.batch, device=device, watch=bar.update, rescale=args.cfg_rescale,
+                    init=init,
+                ):  # fmt: skip
+                    pictures, reason = decode_each(vae, latents, device, dtype)
+                    failed = []
+                    for i, image in zip(part, pictures):
+                        if image is not None:
+                            long = len(contexts[i]) > text_encoder.max_length
+                            padded = {"padded": True} if long and args.long_prompts == "padded" else {}
+                            output.save(first + i, image, jobs[i] | about | padded)
+                        else:
+                            failed.append(jobs[i]["seed"])
+                    if failed:
+                        raise InputError(f"the picture of seed {failed[0]} failed: {reason}")
+        output.save_grid(about, [job(rows, args, i)["prompt"] for i in range(len(output.paths))])
+    except torch.OutOfMemoryError:
+        raise InputError(f"--batch {args.batch} is too much for {device}'s memory: {output.told()}") from None
+    except InputError as e:
+        raise InputError(f"{e}; {output.told()}") from None
+    print(f"{output.done} pictures of {width} x {height} in {time.time() - started:.1f} s: {output.path}")
+
+
+def load_text_encoder(args, model: Model) -> TextEncoder:
+    """The model's, or that of --text_encoder, which brings its own tokenizer unless --tokenizer is given."""
+    if args.text_encoder is None:
+        return model.text_encoder()  # open_model knows of --tokenizer
+    encoder = TextEncoder.from_pretrained(args.text_encoder)
+    return encoder if args.tokenizer is None else TextEncoder(encoder.model, load_tokenizer(args.tokenizer))
+
+
+def encode_jobs(text_encoder, jobs: list[dict], args) -> tuple[list, list]:
+    """Contexts of the jobs' prompts and negatives, each [T, D]."""
+    sides = [[j[side] if args.plain_prompt else parse_prompt(j[side]) for j in jobs] for side in ("prompt", "negative")]
+    return encode_pairs(text_encoder, *sides, args.long_prompts)
+
+
+def settings_for_png(args, model, sampling: dict, size: tuple[int, int]) -> dict:
+    """What every picture of a run says about itself, beside prompt, negative and seed."""
+    spacing = sampler_options(args.sampler, model.schedule, sampling).get("spacing")  # karras takes what the model says
+    settings = {"steps": args.steps, "cfg": args.cfg, "sampler": args.sampler, "size": list(size),
+                "weights": args.weights, "model": str(args.model), "rng": "cpu",
+                "prompt_syntax": "plain" if args.plain_prompt else "weights",
+                "long_prompts": args.long_prompts}  # fmt: skip
+    if args.sampler != "dpmpp_2m_karras" and args.ddim_timesteps == "diffusers":
+        settings["spacing"] = spacing
+    if args.sampler == "ddim":
+        settings["ddim_timesteps"] = args.ddim_timesteps
+    if args.init_image is not None:
+        settings |= {"init_image": args.init_image, "strength": args.strength}
+    extra = ("vae", "text_encoder", "tokenizer", "prediction", "zero_terminal_snr", "cfg_rescale")
+    return settings | {k: getattr(args, k) for k in extra if getattr(args, k)}
 
 
 if __name__ == "__main__":

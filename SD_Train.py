@@ -238,7 +238,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--val_steps", type=int, help="steps between validations; 0: never (500)")
     g.add_argument("--val_images", type=int, help="pictures of each validation split (256)")
     g.add_argument("--sample_steps", type=int, help="steps between sample grids; 0: never (1000)")
-    g.add_argument("--sample_prompts", help="file with a prompt a line; default: eight held-out captions")
+    g.add_argument("--sample_prompts", help="file with a prompt a line, or .jsonl; default: eight held-out captions")
     g.add_argument("--sample_cfg", type=float, help="guidance of the sample grids (7.5)")
     g.add_argument("--log_steps", type=int, help="steps a line of log.jsonl (10)")
     g.add_argument("--max_skipped", type=int, help="stop after so many non-finite steps in a row (10)")

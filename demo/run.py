@@ -37,7 +37,7 @@ def stages(out: Path, make_vae: bool) -> dict[str, list[list[str]]]:
     images, tokenizer = source / "images", source / "tokenizer"
     vae = out / "vae" / "vae" if make_vae else "demo/vae"
     keep = ["--min_aesthetic", "6", "--min_similarity", "0.25", "--max_watermark", "0.5", "--max_unsafe", "0.5"]
-    paint = ["SD_ImageGen.py", "--model", out / "train", *SAMPLING]
+    paint = ["SD_ImageGen.py", "--model", out / "train", *SAMPLING, "--overwrite"]  # a stage that stopped begins anew
     circles = [*paint, "--prompt", "a circle", "--n", EVALUATED]
     commands = {
         "draw pictures": [["data_pipeline/00_make_shapes.py", "--out", source, "--count", 8000, "--size", 64]],

@@ -1,12 +1,12 @@
 """From text to pictures: prompts to contexts, guided sampling, decoding."""
 
 import copy
+import inspect
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from sd.data import Split, validation_index
 from sd.device import layout
@@ -15,6 +15,7 @@ from sd.fused import apply, settle
 from sd.kernels import available
 from sd.objective import Denoiser, in_autocast
 from sd.pictures import grid, save_png
+from sd.prompts import Parsed, prompt_chunks, read_prompts, unparsed, weigh
 from sd.samplers import SAMPLERS
 from SD_Model import NoiseSchedule
 
@@ -33,20 +34,27 @@ def initial_noise(seeds: list[int], shape: tuple[int, int, int]) -> torch.Tensor
 def guided(unet, context, null_context, cfg: float, rescale: float = 0.0):
     """The prediction model(x, t) under classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598).
 
-    null + cfg (text - null), both from one UNet call. cfg 1 is the text alone, cfg 0 the null (or negative) alone.
+    null + cfg (text - null), both from one UNet call, or two where their lengths differ. cfg 1 is the text alone,
+    cfg 0 the null (or negative) alone.
     rescale, 0 to 1: how far the standard deviation of each picture's prediction is brought back to that of the text's
     alone, which guidance raises (Lin et al. 2023, section 3.4; 0.7 for zero-SNR models).
-    context, null_context [B, T, D] have the dtype the UNet runs in; x [B, C, H, W] may be of any.
+    context [B, T, D], null_context [B, T', D] have the dtype the UNet runs in; x [B, C, H, W] may be of any.
     """
     one_sided = {1.0: context, 0.0: null_context}.get(float(cfg))
-    both = None if one_sided is not None else torch.cat([null_context, context])  # [2B, T, D]
+    alike = context.shape == null_context.shape
+    both = torch.cat([null_context, context]) if one_sided is None and alike else None  # [2B, T, D]
 
     def model(x: torch.Tensor, t) -> torch.Tensor:
+        def alone(side: torch.Tensor) -> torch.Tensor:
+            return unet(x.to(side.dtype), torch.full((len(x),), t, device=x.device), side).to(x.dtype)
+
         if one_sided is not None:
-            ts = torch.full((len(x),), t, device=x.device)
-            return unet(x.to(one_sided.dtype), ts, one_sided).to(x.dtype)
-        ts = torch.full((2 * len(x),), t, device=x.device)
-        null, text = unet(torch.cat([x, x]).to(both.dtype), ts, both).to(x.dtype).chunk(2)  # each [B, C, H, W]
+            return alone(one_sided)
+        if both is None:
+            null, text = alone(null_context).clone(), alone(context)  # a graph's output is the next call's too
+        else:
+            ts = torch.full((2 * len(x),), t, device=x.device)
+            null, text = unet(torch.cat([x, x]).to(both.dtype), ts, both).to(x.dtype).chunk(2)  # each [B, C, H, W]
         pred = null + cfg * (text - null)
         if rescale > 0:
             ratio = text.std(dim=(1, 2, 3), keepdim=True) / pred.std(dim=(1, 2, 3), keepdim=True)  # [B, 1, 1, 1]
@@ -56,16 +64,24 @@ def guided(unet, context, null_context, cfg: float, rescale: float = 0.0):
     return model
 
 
+def sampler_options(name: str, schedule: NoiseSchedule, settings: dict) -> dict:
+    """Of spacing, offset, set_alpha_to_one and timesteps, where the model or the user names them, those the sampler
+    has; spacing always. InputError for an unknown sampler."""
+    if name not in SAMPLERS:
+        raise InputError(f"--sampler wants one of {', '.join(SAMPLERS)}, found {name!r}")
+    options = {k: v for k, v in settings.items() if k not in ("set_alpha_to_one", "timesteps") or name == "ddim"}
+    if schedule.config["zero_terminal_snr"]:  # such a model must start at its last timestep (Lin et al., section 3.3)
+        options = {"spacing": "trailing"} | options
+    own = inspect.signature(SAMPLERS[name]).parameters.get("spacing")
+    return options if own is None else {"spacing": own.default} | options
+
+
 def make_sampler(name: str, schedule: NoiseSchedule, settings: dict, strength: float = 1.0):
     """sample(model, x, steps, randn, callback, init) for a sampler's name.
 
-    settings: spacing, offset, set_alpha_to_one, where the model names them; else the sampler's own defaults.
+    settings: spacing, offset, set_alpha_to_one, timesteps, where they are named; else the sampler's own defaults.
     """
-    if name not in SAMPLERS:
-        raise InputError(f"--sampler wants one of {', '.join(SAMPLERS)}, found {name!r}")
-    options = {k: v for k, v in settings.items() if k != "set_alpha_to_one" or name == "ddim"}
-    if schedule.config["zero_terminal_snr"]:  # such a model must start at its last timestep (Lin et al., section 3.3)
-        options = {"spacing": "trailing"} | options
+    options = sampler_options(name, schedule, settings)
 
     def sample(model, x, steps, randn, callback=None, init=None):
         return SAMPLERS[name](
@@ -76,39 +92,47 @@ def make_sampler(name: str, schedule: NoiseSchedule, settings: dict, strength: f
 
 
 @torch.no_grad()
-def sample_latents(
-    unet, contexts, null_contexts, seeds, shape, *, sampler, steps, cfg, batch, device, progress=False, rescale=0.0,
+def sample_batches(
+    unet, contexts, null_contexts, seeds, shape, *, sampler, steps, cfg, batch, device, watch=None, rescale=0.0,
     init=None,
 ):  # fmt: skip
-    """Denoise len(seeds) pictures, `batch` at a time. -> fp32 [N, z, h, w], CPU.
+    """Denoise len(seeds) pictures, `batch` at a time: yields indices and fp32 [B, z, h, w], CPU, as they are done.
 
-    contexts, null_contexts: N of [T, D], in pairs of one T; pictures of one T share batches. shape (z, h, w) of one
-    latent; sampler from make_sampler; init: clean latents [1 or N, z, h, w] to start from, or None.
+    contexts, null_contexts: N of [T, D] and [T', D]; pictures of one T and T' share batches. shape (z, h, w) of one
+    latent; sampler from make_sampler; init: clean latents [1 or N, z, h, w] to start from, or None. watch(b) is called
+    after each step of b pictures.
     """
-    lengths = [len(c) for c in contexts]
+    lengths = [(len(c), len(n)) for c, n in zip(contexts, null_contexts)]
     groups = [[i for i in range(len(seeds)) if lengths[i] == n] for n in dict.fromkeys(lengths)]
-    parts = [group[i : i + batch] for group in groups for i in range(0, len(group), batch)]
+    for part in (group[i : i + batch] for group in groups for i in range(0, len(group), batch)):
+        generators = [torch.Generator().manual_seed(seeds[i]) for i in part]
+
+        def randn(_, generators=generators):
+            return torch.stack([torch.randn(shape, generator=g) for g in generators]).to(device)
+
+        x = randn(None)  # the first draw of each picture's generator: initial_noise
+        context = torch.stack([contexts[i] for i in part]).to(device)  # [B, T, D]
+        null = torch.stack([null_contexts[i] for i in part]).to(device)
+        begin = None if init is None else init.expand(len(seeds), *shape)[part].to(device)
+        model = guided(unet, context, null, cfg, rescale)
+        after = None if watch is None else lambda *_, part=part: watch(len(part))
+        x = sampler(model, x, steps, randn=randn, callback=after, init=begin)
+        yield part, x.float().cpu()
+
+
+def sample_latents(unet, contexts, null_contexts, seeds, shape, **options) -> torch.Tensor:
+    """sample_batches' pictures in order, all at once: fp32 [N, z, h, w], CPU."""
     out = torch.empty(len(seeds), *shape)
-    with tqdm(total=len(parts) * steps, desc="sampling", unit="step", disable=not progress) as bar:
-        for part in parts:
-            generators = [torch.Generator().manual_seed(seeds[i]) for i in part]
-
-            def randn(_, generators=generators):
-                return torch.stack([torch.randn(shape, generator=g) for g in generators]).to(device)
-
-            x = randn(None)  # the first draw of each picture's generator: initial_noise
-            context = torch.stack([contexts[i] for i in part]).to(device)  # [B, T, D]
-            null = torch.stack([null_contexts[i] for i in part]).to(device)
-            begin = None if init is None else init.expand(len(seeds), *shape)[part].to(device)
-            model = guided(unet, context, null, cfg, rescale)
-            x = sampler(model, x, steps, randn=randn, callback=lambda *_: bar.update(), init=begin)
-            out[part] = x.float().cpu()
+    for part, x in sample_batches(unet, contexts, null_contexts, seeds, shape, **options):
+        out[part] = x
     return out
 
 
 @torch.no_grad()
 def decode_latents(vae, latents: torch.Tensor, batch: int, device, dtype=torch.float32) -> np.ndarray:
-    """Scaled latents [N, z, h, w] -> uint8 RGB [N, H, W, 3]. InputError if the pictures are not finite."""
+    """Scaled latents [N, z, h, w] -> uint8 RGB [N, H, W, 3]. InputError if latents or pictures are not finite."""
+    if not latents.isfinite().all():
+        raise InputError("the UNet gave latents that are not finite: use --dtype fp32 or bf16, or another checkpoint")
     pictures = []
     for part in latents.split(batch):
         images = vae.decode(part.to(device, dtype)).float()  # [B, 3, H, W], -1..1
@@ -120,41 +144,50 @@ def decode_latents(vae, latents: torch.Tensor, batch: int, device, dtype=torch.f
 
 
 def chunk_ids(text_encoder, text: str) -> torch.Tensor:
-    """Token ids int64 [chunks, max_length]: each chunk start, up to max_length - 2 tokens, end, padding.
-
-    A text that fits into one chunk has the ids that TextEncoder.tokenize gives it.
-    """
-    tokenizer, length = text_encoder.tokenizer, text_encoder.max_length
-    start, *tokens, end = tokenizer(text, verbose=False)["input_ids"]
-    rows = []
-    for i in range(0, max(len(tokens), 1), length - 2):
-        row = [start, *tokens[i : i + length - 2], end]
-        rows.append(row + [tokenizer.pad_token_id] * (length - len(row)))
-    return torch.tensor(rows, dtype=torch.long)
+    """Token ids int64 [chunks, max_length] of a text without syntax: each chunk start, up to max_length - 2 tokens,
+    end, padding. A text that fits into one chunk has the ids that TextEncoder.tokenize gives it."""
+    return prompt_chunks(text_encoder, text)[0]
 
 
 @torch.no_grad()
-def encode_texts(text_encoder, texts: list[str], batch: int = 64) -> list[torch.Tensor]:
-    """Contexts, each [chunks x max_length, D], on the encoder's device; each distinct text is encoded once."""
-    chunks = {text: chunk_ids(text_encoder, text) for text in texts}
-    ids = torch.cat(list(chunks.values())).to(text_encoder.model.device)
+def encode_texts(text_encoder, texts: list[str | Parsed], batch: int = 64, long_prompts: str = "padded") -> list:
+    """Contexts, each [chunks x max_length, D], on the encoder's device; each distinct text is encoded once.
+
+    texts: plain ones, or weighted ones from parse_prompt; long_prompts: how they are cut, one of LONG_PROMPTS.
+    """
+    texts = [unparsed(text) if isinstance(text, str) else text for text in texts]
+    chunks = {text: prompt_chunks(text_encoder, text, long_prompts) for text in texts}
+    ids = torch.cat([ids for ids, _ in chunks.values()]).to(text_encoder.model.device)
     states = torch.cat([text_encoder(part) for part in ids.split(batch)])  # [all chunks, max_length, D]
-    parts = states.split([len(rows) for rows in chunks.values()])
-    contexts = {text: part.flatten(0, 1) for text, part in zip(chunks, parts)}
+    parts = states.split([len(ids) for ids, _ in chunks.values()])
+    contexts = {text: weigh(part, chunks[text][1].to(part.device)).flatten(0, 1) for text, part in zip(chunks, parts)}
     return [contexts[text] for text in texts]
 
 
 @torch.no_grad()
-def encode_pairs(text_encoder, prompts: list[str], negatives: list[str]) -> tuple[list, list]:
-    """Contexts of prompts and negatives; the shorter of each pair is padded with chunks of "" to the other's length."""
-    contexts = encode_texts(text_encoder, [*prompts, *negatives, ""])
+def encode_pairs(text_encoder, prompts: list, negatives: list, long_prompts: str = "padded") -> tuple[list, list]:
+    """Contexts of prompts and negatives, as encode_texts takes them; 'padded' gives the shorter of each pair chunks of
+    "" to the other's length."""
+    contexts = encode_texts(text_encoder, [*prompts, *negatives, ""], long_prompts=long_prompts)
     empty = contexts.pop()
+    pairs = list(zip(contexts[: len(prompts)], contexts[len(prompts) :]))
+    if long_prompts != "padded":
+        return [a for a, _ in pairs], [b for _, b in pairs]
 
     def padded(context, other):
         return torch.cat([context] + [empty] * ((len(other) - len(context)) // len(empty)))
 
-    pairs = list(zip(contexts[: len(prompts)], contexts[len(prompts) :]))
     return [padded(a, b) for a, b in pairs], [padded(b, a) for a, b in pairs]
+
+
+def decode_each(vae, latents: torch.Tensor, device, dtype) -> tuple[list, InputError | None]:
+    """One batch's pictures, uint8 [H, W, 3] each, None for those that fail, and why."""
+    try:
+        return list(decode_latents(vae, latents, len(latents), device, dtype)), None
+    except InputError as e:
+        if len(latents) == 1:
+            return [None], e
+        return [decode_each(vae, x[None], device, dtype)[0][0] for x in latents], e
 
 
 def sample_prompts(settings: dict, split: Split) -> list[str]:
@@ -162,16 +195,9 @@ def sample_prompts(settings: dict, split: Split) -> list[str]:
     if settings["sample_prompts"] is None:
         return split.captions.take(validation_index(split, 8, "val", settings["seed"])).to_pylist()
     try:
-        lines = Path(settings["sample_prompts"]).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as e:
-        raise InputError(
-            f"--sample_prompts wants a UTF-8 text file, found {settings['sample_prompts']} "
-            f"({getattr(e, 'strerror', None) or e})"
-        ) from None
-    prompts = [line.strip() for line in lines if line.strip()]
-    if not prompts:
-        raise InputError(f"--sample_prompts wants a prompt a line, and {settings['sample_prompts']} is empty")
-    return prompts
+        return [row["prompt"] for row in read_prompts(settings["sample_prompts"])]
+    except InputError as e:
+        raise InputError(f"--sample_prompts wants a file of prompts: {e}") from None
 
 
 def sample_grid(path: Path, ema: Denoiser, text_encoder, vae, schedule, prompts: list[str], settings: dict, device):

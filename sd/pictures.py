@@ -1,7 +1,9 @@
 """Pictures: headers, decoding, cutting, grids, and files."""
 
+import io
 import json
 import math
+import os
 import re
 import struct
 import zlib
@@ -15,19 +17,49 @@ from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngInfo
 
 from sd.errors import InputError
+from sd.output import rename_new
 from sd.pnginfo import parameters_text
 
 
-def load_picture(path: str, width: int, height: int) -> torch.Tensor:
-    """A picture file as fp32 [1, 3, height, width] in -1..1: turned upright, transparency on white, scaled to cover the
-    size, the middle kept."""
+def read_picture(path: str) -> np.ndarray:
+    """A picture file as uint8 RGB [H, W, 3], upright, transparency on white: by the decoder of shards, else by Pillow.
+
+    Grey levels of other types keep their values too: 16-bit ones are of 65535; 32-bit integers of 255, or of 65535 if
+    any is larger; floats of 1, or of 255 if any is larger. InputError for anything else.
+    """
     try:
-        with Image.open(path) as picture:
-            picture = ImageOps.exif_transpose(picture).convert("RGBA")
-    except (OSError, Image.DecompressionBombError) as e:
+        data = Path(path).read_bytes()
+        return decode_image(data)
+    except OSError as e:
+        raise InputError(f"--init_image wants a picture, and {path} cannot be read ({e.strerror})") from None
+    except Reject as reject:
+        if reject.reason != "unsupported_format":
+            raise InputError(f"--init_image wants a picture, and {path} is none ({reject.reason})") from None
+    try:
+        with Image.open(io.BytesIO(data)) as picture:
+            if picture.width * picture.height > MAX_PIXELS:
+                raise InputError(f"--init_image wants at most {MAX_PIXELS} pixels, {path} has {picture.size}")
+            picture = ImageOps.exif_transpose(picture)
+            if picture.mode != "F" and not picture.mode.startswith("I"):
+                picture = picture.convert("RGBA")
+                white = Image.new("RGBA", picture.size, "white")
+                return np.array(Image.alpha_composite(white, picture).convert("RGB"))
+            values, mode = np.array(picture, np.float64), picture.mode
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
+        if isinstance(e, InputError):
+            raise
         raise InputError(f"--init_image wants a picture, and {path} could not be read as one ({e})") from None
-    picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture).convert("RGB")
-    picture = ImageOps.fit(picture, (width, height), Image.Resampling.LANCZOS)
+    low, high = values.min(), values.max()
+    tops = {"F": (1, 255), "I": (255, 65535)}.get(mode, (65535,))
+    if not (low >= 0 and high <= tops[-1]):  # NaN too
+        raise InputError(f"--init_image wants grey levels from 0 to {tops[-1]}, found {low:g} to {high:g} in {path}")
+    values *= 255 / next(top for top in tops if high <= top)
+    return np.rint(values).astype(np.uint8)[:, :, None].repeat(3, 2)
+
+
+def load_picture(path: str, width: int, height: int) -> torch.Tensor:
+    """A picture file as fp32 [1, 3, height, width] in -1..1: scaled to cover the size, the middle kept."""
+    picture = ImageOps.fit(Image.fromarray(read_picture(path)), (width, height), Image.Resampling.LANCZOS)
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None].float() / 127.5 - 1  # [1, 3, H, W]
 
 
@@ -43,15 +75,24 @@ def grid(pictures: np.ndarray, columns: int | None = None, pad: int = 2) -> np.n
     return sheet
 
 
-def save_png(path: Path, picture: np.ndarray, settings: dict | None = None):
+def save_png(path: Path, picture: np.ndarray, settings: dict | None = None, overwrite: bool = True):
     """Write uint8 RGB [H, W, 3], with its settings as JSON in the text chunk `sd`; those of one picture also as
-    `parameters`, which other tools read."""
+    `parameters`, which other tools read. The file is there whole or not at all; FileExistsError if it was there before
+    and may not be overwritten."""
     info = PngInfo()
     if settings:
         info.add_itxt("sd", json.dumps(settings, ensure_ascii=False))
         if "prompt" in settings:
             info.add_text("parameters", parameters_text(settings))  # becomes iTXt where Latin-1 does not do
-    Image.fromarray(picture).save(path, pnginfo=info)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        Image.fromarray(picture).save(temporary, "PNG", pnginfo=info)
+        if overwrite:
+            os.replace(temporary, path)
+        else:
+            rename_new(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 MAX_PIXELS = 100_000_000  # a picture that claims more is rejected before anything is allocated (300 MB as RGB)

@@ -171,15 +171,26 @@ def dpmpp_2m_karras(model, x, schedule, steps, **options):
     return dpmpp_2m(model, x, schedule, steps, karras=True, **options)
 
 
-def along(sampler, model, x, steps, noisy: bool, randn, callback, init, strength):
-    """The steps of a DDPM or DDIM of SD_Model.py, from noise or, with init, from the middle."""
-    ts = sampler.timesteps(steps)
-    first = first_step(steps, init, strength)
-    if init is not None and first < steps:
+def original_timesteps(steps: int, total: int = 1000, clip: bool = True) -> list[int]:
+    """1 and every (total // steps)-th timestep after it, falling: the list of the original latent-diffusion code's
+    DDIM, which has more than `steps` entries where they do not divide total (7 for 6, 31 for 30).
+
+    Where the last would be total itself the original fails; A1111 puts it to total - 1 (clip), ComfyUI leaves it out.
+    """
+    if not 1 <= steps <= total:
+        raise ValueError(f"sampling wants 1 to {total} steps, found {steps}")
+    ts = [t + 1 for t in range(0, total, total // steps)]
+    return [min(t, total - 1) for t in reversed(ts) if clip or t < total]
+
+
+def along(sampler, ts: list[int], model, x, steps, noisy: bool, randn, callback, init, strength):
+    """The steps of a DDPM or DDIM of SD_Model.py over timesteps ts, from noise or, with init, from the middle."""
+    first = 0 if init is None else len(ts) - min(int(steps * strength), len(ts))
+    if init is not None and first < len(ts):
         abar = float(sampler.schedule.alphas_cumprod[ts[first]])
         x = math.sqrt(abar) * init + math.sqrt(1 - abar) * x
-    for i in range(first, steps):
-        t_prev = ts[i + 1] if i + 1 < steps else None
+    for i in range(first, len(ts)):
+        t_prev = ts[i + 1] if i + 1 < len(ts) else None
         pred = model(x, ts[i])
         x = sampler.step(x, pred, ts[i], t_prev, randn(x) if noisy and t_prev is not None else None)
         if callback:
@@ -190,14 +201,25 @@ def along(sampler, model, x, steps, noisy: bool, randn, callback, init, strength
 def ddpm(model, x, schedule, steps, *, spacing="leading", offset=0, randn=torch.randn_like, callback=None, init=None,
          strength=1.0):  # fmt: skip
     """SD_Model.DDPM: ancestral sampling over the list of timesteps (Ho et al. 2020, algorithm 2)."""
-    return along(DDPM(schedule, spacing, offset), model, x, steps, True, randn, callback, init, strength)
+    sampler = DDPM(schedule, spacing, offset)
+    return along(sampler, sampler.timesteps(steps), model, x, steps, True, randn, callback, init, strength)
 
 
 def ddim(model, x, schedule, steps, *, spacing="leading", offset=1, randn=torch.randn_like, callback=None, init=None,
-         strength=1.0, set_alpha_to_one=False):  # fmt: skip
-    """SD_Model.DDIM, eta 0 (Song et al. 2021, eq. 12); set_alpha_to_one: the last step goes to abar = 1. Order 1."""
-    sampler = DDIM(schedule, spacing, offset, set_alpha_to_one)
-    return along(sampler, model, x, steps, False, randn, callback, init, strength)
+         strength=1.0, set_alpha_to_one=False, timesteps="diffusers"):  # fmt: skip
+    """SD_Model.DDIM, eta 0 (Song et al. 2021, eq. 12); set_alpha_to_one: the last step goes to abar = 1. Order 1.
+
+    timesteps: 'diffusers' has exactly `steps` of them, by spacing and offset; 'a1111' and 'comfyui' have
+    original_timesteps, from which A1111 ends at abar_0, as the original code does, and ComfyUI at abar = 1. ComfyUI
+    also begins with noise of the first timestep's scale, not of scale 1, unless that is the noisiest.
+    """
+    sampler = DDIM(schedule, spacing, offset, set_alpha_to_one if timesteps == "diffusers" else timesteps == "comfyui")
+    ts = sampler.timesteps(steps)
+    if timesteps != "diffusers":
+        ts = original_timesteps(steps, schedule.steps, clip=timesteps == "a1111")
+        if timesteps == "comfyui" and init is None and ts[0] < schedule.steps - 1:
+            x = math.sqrt(1 - float(schedule.alphas_cumprod[ts[0]])) * x
+    return along(sampler, ts, model, x, steps, False, randn, callback, init, strength)
 
 
 SAMPLERS = {

@@ -149,7 +149,8 @@ def test_round_trip_control_wrong_map(checkpoint, tmp_path, monkeypatch):
 def test_pictures_are_the_same_in_every_format(checkpoint, single, tmp_path):
     """And the same as the library's, from the exported folder; the tokenizer, not CLIP's, travels along."""
     folder = convert(checkpoint, tmp_path / "folder", "--format", "diffusers")
-    flags = ["--prompt", "a red circle", "--negative", "blurry", "--steps", "4", "--seed", "2", "--device", "cpu"]
+    flags = ["--prompt", "a red circle", "--negative", "blurry", "--steps", "4", "--seed", "2", "--device", "cpu",
+             "--overwrite"]  # fmt: skip
     pictures = []
     for source in (checkpoint, single, folder):
         SD_ImageGen.main(["--model", str(source), *flags, "--out", str(tmp_path / "a.png")])

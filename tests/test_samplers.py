@@ -188,7 +188,8 @@ def pipeline(request, small_tokenizer, tmp_path_factory):
 
 
 def ours(folder, out, *flags):
-    args = ["--model", str(folder), "--prompt", PROMPT, "--negative", NEGATIVE, "--steps", "10", "--cfg", "5.5"]
+    args = ["--model", str(folder), "--prompt", PROMPT, "--negative", NEGATIVE, "--steps", "10", "--cfg", "5.5",
+            "--overwrite"]  # fmt: skip
     SD_ImageGen.main([*args, "--seed", "3", "--device", "cpu", "--dtype", "fp32", "--out", str(out), *flags])
     return np.asarray(Image.open(out)).astype(int)
 
@@ -373,7 +374,7 @@ def test_parameters_text_is_read_back(small_tokenizer, tmp_path, prompt):
     assert "\n".join(lines) == f"{prompt}\nNegative prompt: blurry"
     found = {k: json.loads(v) if v.startswith('"') else v for k, v in PAIR.findall(last)}
     assert found == {"Steps": "2", "Sampler": "Euler a", "CFG scale": "6.5", "Seed": "11", "Size": "40x24",
-                     "Model": "my, model"}  # fmt: skip
+                     "Model": "my, model", "Schedule type": "DDIM", "RNG": "CPU"}  # fmt: skip
     assert json.loads(Image.open(tmp_path / "a.png").info["sd"])["prompt"] == prompt
 
 

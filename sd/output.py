@@ -1,0 +1,98 @@
+"""The pictures of one call, saved as they are done, behind those that are there."""
+
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from sd.errors import InputError
+from sd.files import make_writable
+from sd.pictures import grid, save_png
+
+
+def grid_capacity(height: int, width: int, pad: int = 2) -> int:
+    """How many pictures of this size grid() may have, in a square, for Pillow to open it without a warning."""
+    side = 0
+    while ((side + 1) * (height + pad) + pad) * ((side + 1) * (width + pad) + pad) <= Image.MAX_IMAGE_PIXELS:
+        side += 1
+    return side * side
+
+
+def rename_new(temporary: Path, path: Path):
+    """Give a file its final name. FileExistsError if another has it, even one that appeared just now."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if path.exists():
+            raise FileExistsError(path) from None
+        os.rename(temporary, path)
+
+
+class Output:
+    """Where pictures go: a folder of numbered ones, behind those that are there, or one .png."""
+
+    OTHERS = (".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".jxl", ".heic")
+
+    def __init__(self, out: str, count: int, overwrite: bool):
+        """Make the folder and try it. InputError if it cannot be written or something would be lost."""
+        path = Path(out)
+        self.single = path.suffix.lower() == ".png"
+        self.path, self.folder = path, path.parent if self.single else path
+        self.count, self.overwrite, self.done, self.first = count, overwrite, 0, 0
+        self.paths: dict[int, Path] = {}  # of the first ones, for the grid
+        if path.suffix.lower() in self.OTHERS:
+            raise InputError(f"--out {path} names no PNG: pictures are written as .png, or give a folder")
+        if self.single and count > 1:
+            raise InputError(f"--out {path} names one picture and {count} were asked for; give a folder")
+        if self.single and path.exists() and (path.is_dir() or not overwrite):
+            raise InputError(f"--out {path} is there already: give another name, or --overwrite for a file")
+        make_writable(self.folder)
+        if not overwrite:
+            self.first = self.next_number()
+
+    def next_number(self) -> int:
+        numbers = [re.fullmatch(r"(\d{5,})\.png", name, re.IGNORECASE) for name in os.listdir(self.folder)]
+        return max((int(match[1]) + 1 for match in numbers if match), default=0)
+
+    def save(self, i: int, picture: np.ndarray, settings: dict):
+        """Write picture i of the run, counted from 0. InputError if that cannot be done."""
+        while True:
+            path = self.path if self.single else self.folder / f"{self.first + i:05d}.png"
+            try:
+                save_png(path, picture, settings, self.overwrite)
+                break
+            except FileExistsError:
+                if self.single:
+                    raise InputError(f"{path} has appeared meanwhile and was not overwritten") from None
+                self.first = self.next_number() - i
+                print(f"note: {path} was painted by another program; going on at {self.first + i:05d}.png")
+            except OSError as e:
+                raise InputError(f"{path} could not be written ({e.strerror or e})") from None
+        self.done += 1
+        if not self.single and i < grid_capacity(*picture.shape[:2]):
+            self.paths[i] = path
+
+    def save_grid(self, settings: dict, prompts: list[str]):
+        """The run's pictures side by side, read from disk: the first ones, if all are too many. prompts: theirs."""
+        if len(self.paths) < 2:
+            return
+        name = "grid.png" if self.overwrite or not self.first else f"grid_{self.first:05d}.png"
+        pictures = []
+        for _, path in sorted(self.paths.items()):  # long prompts are painted after short ones
+            with Image.open(path) as picture:
+                pictures.append(np.array(picture.convert("RGB")))
+        try:
+            save_png(self.folder / name, grid(np.stack(pictures)), settings | {"prompts": prompts}, self.overwrite)
+        except FileExistsError:
+            print(f"note: {self.folder / name} was there already and was left as it is")
+        except OSError as e:
+            raise InputError(f"{self.folder / name} could not be written ({e.strerror or e})") from None
+        if len(pictures) < self.done:
+            print(f"{name} shows the first {len(pictures)} of {self.done}: a larger one would not open everywhere")
+
+    def told(self) -> str:
+        return f"{self.done} of {self.count} pictures are painted, in {self.path if self.single else self.folder}"
