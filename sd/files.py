@@ -235,3 +235,15 @@ def refuse_strangers(folder: Path, suffix: str, expected: set[str]) -> None:
             raise InputError(
                 f"{path} comes from none of the inputs, as if they had changed: delete it, or give another --out"
             )
+
+
+def rename_new(temporary: Path, path: Path):
+    """Give a file its final name. FileExistsError if another has it, even one that appeared just now."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if path.exists():
+            raise FileExistsError(path) from None
+        os.rename(temporary, path)

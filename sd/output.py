@@ -20,18 +20,6 @@ def grid_capacity(height: int, width: int, pad: int = 2) -> int:
     return side * side
 
 
-def rename_new(temporary: Path, path: Path):
-    """Give a file its final name. FileExistsError if another has it, even one that appeared just now."""
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without hard links
-        if path.exists():
-            raise FileExistsError(path) from None
-        os.rename(temporary, path)
-
-
 class Output:
     """Where pictures go: a folder of numbered ones, behind those that are there, or one .png."""
 

@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngInfo
 
 from sd.errors import InputError
-from sd.output import rename_new
+from sd.files import rename_new
 from sd.pnginfo import parameters_text
 
 

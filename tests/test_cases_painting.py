@@ -6,11 +6,13 @@ pytest tests/test_cases_painting.py
 import codecs
 import json
 import math
+import os
 import re
 
 import numpy as np
 import pytest
 import torch
+from binding import rebind
 from conftest import make_pipeline, randomise
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -21,9 +23,10 @@ import sd.pictures
 import sd.samplers
 import SD_ImageGen
 from sd import pnginfo, prompts
+from sd.errors import InputError
 from sd.samplers import original_timesteps
 from sd.usertext import read_user_text, user_lines
-from SD_Model import InputError, NoiseSchedule, TextEncoder
+from SD_Model import NoiseSchedule, TextEncoder
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +60,7 @@ def names(folder) -> list[str]:
 @pytest.fixture
 def no_model(monkeypatch):
     """Opening a model fails the test: what is wrong must be said before."""
-    monkeypatch.setattr(SD_ImageGen.SD_Convert, "open_model", lambda *a, **k: pytest.fail("a model was opened"))
+    monkeypatch.setattr(SD_ImageGen, "open_model", lambda *a, **k: pytest.fail("a model was opened"))
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -75,7 +78,7 @@ def test_ctrl_c_keeps_what_is_done(model, tmp_path, monkeypatch, capsys):
             raise KeyboardInterrupt
         return decode(*args, **kwargs)
 
-    monkeypatch.setattr(sd.painting, "decode_latents", interrupted)
+    rebind(sd.painting, "decode_latents", interrupted, monkeypatch.setattr)
     with pytest.raises(SystemExit) as stop:
         paint(model, tmp_path / "out", "--prompt", "a", "--n", "12", "--batch", "2")
     assert stop.value.code == 130 and "4 of 12 pictures" in capsys.readouterr().err
@@ -90,7 +93,7 @@ def test_ctrl_c_before_the_first_picture(model, tmp_path, monkeypatch, capsys):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(SD_ImageGen.SD_Convert, "open_model", interrupt)
+    monkeypatch.setattr(SD_ImageGen, "open_model", interrupt)
     with pytest.raises(SystemExit) as stop:
         paint(model, tmp_path / "out", "--prompt", "a")
     assert stop.value.code == 130 and "0 of 1 pictures" in capsys.readouterr().err
@@ -107,8 +110,10 @@ def test_failing_picture_keeps_the_others(model, tmp_path, monkeypatch):
         latents[bad] = torch.nan
         return decode(vae, latents, batch, device, dtype)
 
-    monkeypatch.setattr(sd.painting, "decode_latents", fail_at_5)
-    monkeypatch.setattr(sd.painting, "make_sampler", lambda *a: lambda model, x, *b, **k: x)  # the noise as it was
+    rebind(sd.painting, "decode_latents", fail_at_5, monkeypatch.setattr)
+    rebind(
+        sd.painting, "make_sampler", lambda *a: lambda model, x, *b, **k: x, monkeypatch.setattr
+    )  # the noise as it was
     with pytest.raises(InputError, match=r"seed 5 failed: the UNet.*; 7 of 12 pictures are painted"):
         paint(model, tmp_path / "out", "--prompt", "a", "--n", "12", "--batch", "4")
     assert names(tmp_path / "out") == [f"{i:05d}.png" for i in (0, 1, 2, 3, 4, 6, 7)]
@@ -135,7 +140,7 @@ def test_too_little_memory_is_one_sentence(model, tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
         yield
 
-    monkeypatch.setattr(sd.painting, "sample_batches", exhausted)
+    rebind(sd.painting, "sample_batches", exhausted, monkeypatch.setattr)
     with pytest.raises(InputError, match="--batch 4 is too much for cpu's memory: 0 of 1"):
         paint(model, tmp_path / "out", "--prompt", "a")
 
@@ -143,10 +148,17 @@ def test_too_little_memory_is_one_sentence(model, tmp_path, monkeypatch):
 def test_memory_does_not_grow_with_the_prompts(model, tmp_path, monkeypatch):
     """Of 300 pictures no more than 64 have contexts at once, and no more than a batch is decoded at once."""
     encoded, decoded, encode, decode = [], [], sd.painting.encode_pairs, sd.painting.decode_latents
-    monkeypatch.setattr(sd.painting, "encode_pairs", lambda e, a, b, c: encoded.append(len(a)) or encode(e, a, b, c))
-    monkeypatch.setattr(sd.painting, "decode_latents", lambda v, x, *a: decoded.append(len(x)) or decode(v, x, *a))
-    monkeypatch.setattr(sd.painting, "make_sampler", lambda *a: lambda model, x, *b, **k: x)
-    monkeypatch.setattr(sd.pictures, "save_png", lambda path, *a: path.touch())
+    rebind(
+        sd.painting,
+        "encode_pairs",
+        lambda e, a, b, c: encoded.append(len(a)) or encode(e, a, b, c),
+        monkeypatch.setattr,
+    )
+    rebind(
+        sd.painting, "decode_latents", lambda v, x, *a: decoded.append(len(x)) or decode(v, x, *a), monkeypatch.setattr
+    )
+    rebind(sd.painting, "make_sampler", lambda *a: lambda model, x, *b, **k: x, monkeypatch.setattr)
+    rebind(sd.pictures, "save_png", lambda path, *a: path.touch(), monkeypatch.setattr)
     monkeypatch.setattr(sd.output.Output, "save_grid", lambda *a: None)
     paint(model, tmp_path / "out", "--prompt", "a", "--n", "300", "--batch", "30", "--width", "8", "--height", "8")
     assert max(encoded) == 60 and sum(encoded) == 300 and max(decoded) == 30 and sum(decoded) == 300
@@ -189,7 +201,7 @@ def test_two_programs_in_one_folder(tmp_path, monkeypatch, capsys):
     def no_links(*args):
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(SD_ImageGen.os, "link", no_links)  # as on FAT
+    monkeypatch.setattr(os, "link", no_links)  # as on FAT
     ours.save(2, picture, settings)
     with pytest.raises(FileExistsError):
         sd.pictures.save_png(tmp_path / "00004.png", picture + 1, None, overwrite=False)
@@ -406,7 +418,7 @@ def test_a_prompt_without_syntax_is_bit_for_bit_the_old_picture(model, tmp_path)
         assert json.loads(info["sd"])["prompt_syntax"] == word
         assert ("Emphasis: Original" in info["parameters"]) == (name == "on2")
     # as revision fb70f60 computed it, without any of the new code
-    opened = SD_ImageGen.SD_Convert.open_model(model)
+    opened = SD_ImageGen.open_model(model)
     encoder, vae = opened.text_encoder(), opened.vae()
     with torch.no_grad():
         states = encoder(torch.cat([encoder.tokenize([t]) for t in ("a red circle, 16:9", "b", "")]))
@@ -710,13 +722,13 @@ def test_an_unknown_sampler_is_asked_for(model, tmp_path, no_model):
 
 
 def test_what_the_user_says_of_the_model_reaches_it(model, tmp_path, monkeypatch):
-    open_model, calls = SD_ImageGen.SD_Convert.open_model, []
+    open_model, calls = SD_ImageGen.open_model, []
 
     def watched(source, weights="ema", **told):
         calls.append(told)
         return open_model(source, weights=weights)
 
-    monkeypatch.setattr(SD_ImageGen.SD_Convert, "open_model", watched)
+    monkeypatch.setattr(SD_ImageGen, "open_model", watched)
     flags = ["--prediction", "v", "--zero_terminal_snr", "--tokenizer", "some/folder"]
     paint(model, tmp_path / "a.png", "--prompt", "a", *flags)
     paint(model, tmp_path / "b.png", "--prompt", "a")

@@ -87,7 +87,7 @@ def refused(capsys, function, *args) -> str:
     """The line that bad input gets on stderr, after progress bars at most; the program ends with exit status 2."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
-        sd.errors.run(lambda: SD_Model.run_cli(lambda: function(*args)))
+        sd.errors.run(lambda: sd.errors.run(lambda: function(*args)))
     bars = ("reading:", "training:", "encoding:")
     lines = [line for line in capsys.readouterr().err.splitlines() if line and not line.startswith(bars)]
     assert stop.value.code == 2

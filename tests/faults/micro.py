@@ -267,4 +267,4 @@ if __name__ == "__main__":
             del sys.argv[1]
             real = sd.objective.backward
             rebind(sd.objective, "backward", lambda *args: time.sleep(0.015) or real(*args))
-        SD_Model.run_cli(SD_Train.main)
+        sd.errors.run(SD_Train.main)
