@@ -130,7 +130,6 @@ DEFAULTS = dict(
     max_steps=None,
     grad_checkpoint="none",
     kernels=None,
-    compile=False,
     compress_gradients=False,
     peer_copies=True,
     dtype=None,
@@ -151,7 +150,7 @@ DEFAULTS = dict(
 # What --resume may change; the rest must stay as the run began.
 CHANGEABLE = set(
     "dataset latents data_root vae text_encoder tokenizer max_steps epochs lr batch accumulate grad_checkpoint kernels "
-    "compile compress_gradients peer_copies dtype channels_last save_steps keep_last keep_every val_steps val_images "
+    "compress_gradients peer_copies dtype channels_last save_steps keep_last keep_every val_steps val_images "
     "sample_steps sample_prompts sample_cfg log_steps max_skipped wandb".split()
 )
 
@@ -220,7 +219,6 @@ def parse_args(argv=None) -> argparse.Namespace:
                    "few as fit the card (none)")  # fmt: skip
     g.add_argument("--kernels", help="fused Triton kernels; default on NVIDIA cards that run them", **on)
     g.add_argument("--no_kernels", dest="kernels", action="store_false", default=None)
-    g.add_argument("--compile", help="instead: torch.compile of each residual block and transformer", **on)
     g.add_argument("--compress_gradients", help="average gradients over GPUs in bf16: half the traffic, rounded", **on)
     g.add_argument("--no_peer_copies", dest="peer_copies", action="store_false", default=None,
                    help="let NCCL share gradients even if GPUs reach each other; all update all weights")  # fmt: skip
@@ -270,6 +268,7 @@ def resolve(args, saved: dict | None) -> dict:
     row = PHASES[phase]._asdict()
     row.pop("number")
     settings = {"phase": phase} | row | DEFAULTS | (saved or {})
+    settings.pop("compile", None)  # of runs that older revisions began
     if saved is not None and saved["phase"] != phase:
         raise InputError(
             f"this run is of phase {saved['phase']}, and --phase {phase} was given; start it in another --out"
@@ -310,9 +309,6 @@ def resolve(args, saved: dict | None) -> dict:
         raise InputError(
             "--zero_terminal_snr wants --prediction v: where no signal is left, the noise says nothing of it"
         )
-    if args.kernels and args.compile:
-        raise InputError("--kernels and --compile exclude each other: choose one")
-    settings["compile"] = bool(settings["compile"]) and not args.kernels  # the flag given now counts
     if (settings["dataset"] is None) != (settings["latents"] is None):
         raise InputError("--dataset and --latents name one source together: give both, or --data_root alone")
     return settings
@@ -367,7 +363,7 @@ def main(argv=None):
     if args.kernels and not available(device):
         raise InputError(f"--kernels wants an NVIDIA GPU of 2020 or later and Triton, found {device}; drop the flag")
     if args.kernels is None:  # also on resume, which may be on another machine
-        settings["kernels"] = available(device) and not settings["compile"]
+        settings["kernels"] = available(device)
     if settings["kernels"]:
         apply(unet)
     if args.benchmark and args.data_root is args.dataset is args.data is None:

@@ -73,128 +73,149 @@ def sampling_benchmark(unet, vae, context: torch.Tensor, args, shape: tuple[int,
             **benchmark_facts(device, rate * unet_flops(unet.config, shape, len(context)))}  # fmt: skip
 
 
-PASSES = 5  # of benchmark, to tell forward and backward apart
-
+PASSES = 5  # of train_benchmark, to tell forward and backward apart
 TRACED = 3  # steps in its trace
 
 
 def warm_up_steps(steps: int, shapes: int) -> int:
-    """Of benchmark: for each shape of latents, kernels are compiled and algorithms chosen."""
+    """Of train_benchmark: for each shape of latents, kernels are compiled and algorithms chosen."""
     return min(20, steps) * shapes
 
 
-def train_benchmark(
-    steps: int, settings, denoiser, schedule, memory, device, rank, world, trace, loader=None, text_of=None, shapes=1
-):
-    """Time whole training steps: on latents and text of a loader, or on random ones that stay on the device. Prints a
-    JSON line last; its ms are means over the steps after the warm-up, parts in the device's time. Forward and backward
-    pass are told apart afterwards, in passes that are not recorded; sharing_ms is how much longer a micro-batch's
-    passes take where processes share gradients in them. trace: a file for the first rank's trace of TRACED steps."""
-    preset, micro, accumulate = PRESETS[settings["model"]], settings["batch"], settings["accumulate"]
-    side, cuda = settings["size"] // preset["vae"].factor, device.type == "cuda"
-    shape, tokens = (preset["unet"].in_channels, side, side), TextEncoder.MAX_LENGTH
-    denoiser.to(device, memory_format=memory).train()
-    ema = copy.deepcopy(denoiser).requires_grad_(False)
-    update = Update(make_optimizer(denoiser, settings), denoiser, ema, settings, world)
-    model = wrap(denoiser, settings, world)
-    latents, noise = torch.randn(2, micro, *shape, device=device)
-    text = torch.randn(micro, tokens, preset["unet"].context_dim, device=device)  # in the place of ids
-    micro_steps = MicroSteps(model, text_of or (lambda x: x), schedule, settings, update, device, print, shapes)
-    sync = torch.cuda.synchronize if cuda else lambda: None
+class Clock:
+    """Points in a device's time, and the milliseconds between them."""
 
-    def now():  # a point in the device's time
-        if not cuda:
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == "cuda"
+
+    def now(self):
+        if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def ms(a, b):
-        return a.elapsed_time(b) if cuda else (b - a) * 1e3
+    def ms(self, a, b) -> float:
+        return a.elapsed_time(b) if self.cuda else (b - a) * 1e3
 
-    def end_step():
-        update(settings["lr"], clip_limit(settings, 0.0), settings["ema"]).item()
-        micro_steps.end()
+    def wait(self):
+        if self.cuda:
+            torch.cuda.synchronize()
 
-    def whole_step():
-        nonlocal batch, waited
-        marks = [now()]
+
+class TimedSteps:
+    """Whole training steps, with points in time between their parts: on a loader's latents and text, or on random ones
+    that stay on the device."""
+
+    def __init__(self, settings, denoiser, schedule, memory, device, world, loader, text_of, shapes):
+        preset, self.settings, self.loader, self.world = PRESETS[settings["model"]], settings, loader, world
+        side, micro = settings["size"] // preset["vae"].factor, settings["batch"]
+        self.shape = preset["unet"].in_channels, side, side
+        self.denoiser, self.device, self.clock, self.waited = denoiser, device, Clock(device), 0.0
+        denoiser.to(device, memory_format=memory).train()
+        ema = copy.deepcopy(denoiser).requires_grad_(False)
+        self.update = Update(make_optimizer(denoiser, settings), denoiser, ema, settings, world)
+        model = wrap(denoiser, settings, world)
+        latents, noise = torch.randn(2, micro, *self.shape, device=device)
+        text = torch.randn(micro, TextEncoder.MAX_LENGTH, preset["unet"].context_dim, device=device)  # instead of ids
+        self.random = lambda: Batch(latents, noise, torch.randint(0, schedule.steps, (micro,), device=device), text)
+        self.micro_steps = MicroSteps(
+            model, text_of or (lambda x: x), schedule, settings, self.update, device, print, shapes
+        )
+
+    def step(self) -> tuple:
+        """One step; the points at which it began, had its gradients, and ended."""
+        begun, accumulate = self.clock.now(), self.settings["accumulate"]
         for a in range(accumulate):
             asked = time.perf_counter()
-            batch = loader.next() if loader else Batch(
-                latents, noise, torch.randint(0, schedule.steps, (micro,), device=device), text)  # fmt: skip
-            waited += time.perf_counter() - asked
-            micro_steps(batch, first=a == 0, last=a == accumulate - 1)
-        marks.append(now())
-        end_step()
-        return *marks, now()
+            self.batch = self.loader.next() if self.loader else self.random()
+            self.waited += time.perf_counter() - asked
+            self.micro_steps(self.batch, first=a == 0, last=a == accumulate - 1)
+        backward_done = self.clock.now()
+        self._end()
+        return begun, backward_done, self.clock.now()
 
-    batch, waited, started = None, 0.0, time.perf_counter()
-    whole_step()
-    sync()
-    first_step = time.perf_counter() - started
-    for _ in range(warm_up_steps(steps, shapes) - 1):
-        whole_step()
-    sync()
-    started, waited = time.perf_counter(), 0.0
-    points = [whole_step() for _ in range(steps)]
-    sync()
-    seconds = (time.perf_counter() - started) / steps
-    rate = micro * accumulate * world / seconds
-    parts = {
-        "data_wait": waited / steps * 1e3,
-        "forward_backward": sum(ms(a, b) for a, b, _ in points) / steps,
-        "optimizer": sum(ms(b, c) for _, b, c in points) / steps,
-    }
-    flops = unet_flops(denoiser.unet.config, shape, tokens)
-    peak_gib = round(peak_memory(update), 2) if cuda else None
+    def _end(self):
+        self.update(self.settings["lr"], clip_limit(self.settings, 0.0), self.settings["ema"]).item()
+        self.micro_steps.end()
 
-    if trace:
+    def trace(self, path: str | None):
+        """Write a trace of TRACED steps in Chrome's format; without a path, this process only takes the steps."""
         with torch.profiler.profile() as profiled:
             for _ in range(TRACED):
-                whole_step()
-            sync()
+                self.step()
+            self.clock.wait()
             profiled.add_metadata_json("steps", str(TRACED))
-        if rank == 0:
-            profiled.export_chrome_trace(trace)
+        if path:
+            profiled.export_chrome_trace(path)
 
-    graphs, marks, passes = micro_steps.graphed is not None, [], {False: [], True: []}
-    micro_steps.without_graphs()
-    hook = denoiser.register_forward_hook(lambda *_: marks.append(now()))
-    for i in range(1 + PASSES):
-        for last in (False, True) if world > 1 else (True,):
-            for timed in (False, True):  # the first keeps the device busy, so that the timed one's kernels are queued
-                forget_gradients(update.parameters)
-                if world > 1:
-                    dist.all_reduce(torch.zeros(1, device=device))  # all processes begin together
-                marks[:] = [now()]
-                micro_steps(batch, first=True, last=last and timed)
-            if i:  # after one to warm up
-                passes[last].append((*marks, now()))
-        end_step()
-    hook.remove()
-    sync()
-    alone = passes[world == 1]
-    parts["forward"], parts["backward"] = (sum(ms(p[j], p[j + 1]) for p in alone) / PASSES for j in (0, 1))
-    sharing = sum(ms(p[0], p[2]) - ms(q[0], q[2]) for p, q in zip(passes[True], alone)) / PASSES if world > 1 else None
+    def passes(self) -> dict[str, float | None]:
+        """Milliseconds of one micro-batch's forward and backward passes, not recorded as graphs, and how much longer
+        they take where processes share gradients in them (None for one process). Gives up the graphs."""
+        clock, marks, found = self.clock, [], {False: [], True: []}
+        self.micro_steps.without_graphs()
+        hook = self.denoiser.register_forward_hook(lambda *_: marks.append(clock.now()))
+        for i in range(1 + PASSES):
+            for last in (False, True) if self.world > 1 else (True,):
+                for timed in (False, True):  # the first keeps the device busy, so that the timed one's are queued
+                    forget_gradients(self.update.parameters)
+                    if self.world > 1:
+                        dist.all_reduce(torch.zeros(1, device=self.device))  # all processes begin together
+                    marks[:] = [clock.now()]
+                    self.micro_steps(self.batch, first=True, last=last and timed)
+                if i:  # after one to warm up
+                    found[last].append((*marks, clock.now()))
+            self._end()
+        hook.remove()
+        clock.wait()
+        alone, shared = found[self.world == 1], found[True]
+        forward, backward = (sum(clock.ms(p[j], p[j + 1]) for p in alone) / PASSES for j in (0, 1))
+        longer = sum(clock.ms(p[0], p[2]) - clock.ms(q[0], q[2]) for p, q in zip(shared, alone)) / PASSES
+        return {"forward": forward, "backward": backward, "sharing": longer if self.world > 1 else None}
 
+
+def train_benchmark(
+    steps: int, settings, denoiser, schedule, memory, device, rank, world, trace, loader=None, text_of=None, shapes=1
+):
+    """Time whole training steps, TimedSteps. Prints a JSON line last; its ms are means over the steps after the
+    warm-up, parts in the device's time; forward, backward and sharing are told apart afterwards. trace: a file for the
+    first rank's trace."""
+    timed = TimedSteps(settings, denoiser, schedule, memory, device, world, loader, text_of, shapes)
+    clock, started = timed.clock, time.perf_counter()
+    timed.step()
+    clock.wait()
+    first_step = time.perf_counter() - started
+    for _ in range(warm_up_steps(steps, shapes) - 1):
+        timed.step()
+    clock.wait()
+    started, timed.waited = time.perf_counter(), 0.0
+    points = [timed.step() for _ in range(steps)]
+    clock.wait()
+    seconds = (time.perf_counter() - started) / steps
+    parts = {
+        "data_wait": timed.waited / steps * 1e3,
+        "forward_backward": sum(clock.ms(a, b) for a, b, _ in points) / steps,
+        "optimizer": sum(clock.ms(b, c) for _, b, c in points) / steps,
+    }
+    peak_gib = round(peak_memory(timed.update), 2) if clock.cuda else None  # of the timed steps, what is shared too
+    if trace:
+        timed.trace(trace if rank == 0 else None)
+    graphs, shared = timed.micro_steps.graphed is not None, timed.update.shared
+    parts |= timed.passes()
     if rank == 0:
+        rate = settings["batch"] * settings["accumulate"] * world / seconds
+        flops = unet_flops(denoiser.unet.config, timed.shape, TextEncoder.MAX_LENGTH)
+        told = "model size batch accumulate dtype kernels channels_last grad_checkpoint".split()
         print(json.dumps({
-            "benchmark": "train", "model": settings["model"], "size": settings["size"], "batch": micro,
-            "accumulate": accumulate, "processes": world, "dtype": settings["dtype"], "kernels": settings["kernels"],
-            "compile": settings["compile"], "channels_last": settings["channels_last"],
-            "grad_checkpoint": settings["grad_checkpoint"], "steps": steps, "data": "loader" if loader else "synthetic",
-            "shapes": shapes, "graphs": graphs,
+            "benchmark": "train", **{name: settings[name] for name in told}, "processes": world, "steps": steps,
+            "data": "loader" if loader else "synthetic", "shapes": shapes, "graphs": graphs,
             "images_per_s": round(rate, 2), "ms_per_step": round(seconds * 1e3, 2),
-            **{f"{name}_ms": round(value, 2) for name, value in parts.items()},
-            "sharing_ms": None if sharing is None else round(sharing, 2),
-            "first_step_s": round(first_step, 2),
-            "gradients_by": update.shared and type(update.shared.way).__name__,
-            **benchmark_facts(device, rate / world * 3 * flops),
-            "peak_GiB": peak_gib,  # of the timed steps, with what processes share
+            **{f"{name}_ms": None if value is None else round(value, 2) for name, value in parts.items()},
+            "first_step_s": round(first_step, 2), "gradients_by": shared and type(shared.way).__name__,
+            **benchmark_facts(device, rate / world * 3 * flops), "peak_GiB": peak_gib,
         }))  # fmt: skip
     if world > 1:
-        del model, micro_steps  # as at the end of main
+        del timed  # as at the end of training: DDP goes before the group
         gc.collect()
         dist.destroy_process_group()
 

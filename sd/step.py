@@ -16,7 +16,7 @@ from sd.kernels import compile_ahead
 from sd.objective import Denoiser, backward, in_autocast
 from sd.optim import FusedStep, forget_gradients, set_lr, update_ema
 from sd.parallel import SharedGradients
-from SD_Model import PRESETS, NoiseSchedule, ResBlock, SpatialTransformer
+from SD_Model import PRESETS, NoiseSchedule
 
 
 def copies_weights(settings: dict) -> bool:
@@ -147,14 +147,8 @@ def averaging(model: nn.Module, last: bool):
 
 
 def wrap(denoiser: Denoiser, settings: dict, world: int) -> nn.Module:
-    """The module to call in training: its blocks compiled if asked; in DDP if there are several processes, unless
-    fused kernels run, whose bf16 copies DDP cannot see."""
-    if settings["compile"]:
-        for m in denoiser.unet.modules():
-            if isinstance(m, ResBlock | SpatialTransformer):
-                m.compile(dynamic=False)
-        # There are over 20 kinds of residual blocks, for each shape of latents.
-        torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit = 512, 4096
+    """The module to call in training: in DDP if there are several processes, unless fused kernels run, whose bf16
+    copies DDP cannot see."""
     if world == 1 or settings["kernels"]:
         return denoiser
     device = next(denoiser.parameters()).device

@@ -1215,11 +1215,11 @@ def test_log_waits_for_room(tmp_path, monkeypatch, capsys):
             self.file.flush()
             full_disk()
 
-    monkeypatch.setattr(SD_Run, "open", Full, raising=False)
+    monkeypatch.setattr(sd.log, "open", Full, raising=False)
     log.write("log.jsonl", {"step": 2})
     log.write("log.jsonl", {"step": 3})
     assert rows(tmp_path) == [{"step": 1}] and capsys.readouterr().err.count("cannot be written") == 1
-    monkeypatch.setattr(SD_Run, "open", real)
+    monkeypatch.setattr(sd.log, "open", real)
     log.write("log.jsonl", {"step": 4})
     assert rows(tmp_path) == [{"step": n} for n in (1, 2, 3, 4)]
 
