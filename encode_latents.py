@@ -50,7 +50,7 @@ from sd.stream import Batch, bucket_sizes, stream
 from sd.weights.parts import DEFAULT_VAE
 from sd.weights.read import load_vae
 from sd.workers import progress
-from SD_Model import weights_hash
+from SD_Model import VAE, weights_hash
 
 POLL_S = 1.0  # between looks at shards that are in other processes' hands
 
@@ -194,23 +194,24 @@ def parse_args(argv=None):
     return args
 
 
-def main(argv=None):
-    args = parse_args(argv)
+def device_of(args) -> torch.device:
+    """The device to encode on, and what the flags leave to it: --batch, --workers, --dtype."""
     device = pick_device(args.device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device(
-            "cuda", int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0))) % torch.cuda.device_count()
-        )
-    if device.type == "cuda":
+    cuda = device.type == "cuda"
+    if cuda:
+        local = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
+        device = torch.device("cuda", local % torch.cuda.device_count() if device.index is None else device.index)
         torch.cuda.set_device(device)  # kernels, streams and events are the current device's
         torch.backends.cudnn.benchmark = True  # batches are padded to one shape, or one for each bucket
-    cuda = device.type == "cuda"
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     args.batch = (32 if cuda else 8) if args.batch is None else args.batch
     args.workers = (min(16, cpus) if cuda else 0) if args.workers is None else args.workers
     args.dtype = ("bf16" if cuda else "fp32") if args.dtype is None else args.dtype
+    return device
 
-    vae = load_vae(args.vae)
+
+def settings_of(args, vae: VAE) -> dict:
+    """What decides the latents: the manifest's settings. InputError if they do not go with the VAE."""
     factor = vae.config.factor
     if args.size % factor:
         raise InputError(f"this VAE wants --size in multiples of {factor}, found {args.size}")
@@ -219,18 +220,8 @@ def main(argv=None):
         raise InputError(
             f"--bucket_step must be a multiple of the VAE's {factor} and divide --size {args.size}, found {step}"
         )
-    pad_to = args.batch if cuda or args.compile else None
-    vae_hash = weights_hash(vae)
-    encoder = Encoder(vae, device, DTYPES[args.dtype], args.moments, pad_to, args.compile)
-    if args.benchmark is not None:
-        print(json.dumps(encoding_benchmark(encoder, args)))
-        return
-
-    tars = list_shards(args.images)
-    if twice := [shard for shard, n in Counter(tar.stem for tar in tars).items() if n > 1]:
-        raise InputError(f"{args.images} has more than one {twice[0]}.tar: encode each folder into an --out of its own")
-    settings = {
-        "vae": {"hash": vae_hash, "name": args.vae, "config": asdict(vae.config)},
+    return {
+        "vae": {"hash": weights_hash(vae), "name": args.vae, "config": asdict(vae.config)},
         "size": args.size,
         "latent_shape": [vae.config.latent_channels, args.size // factor, args.size // factor],
         "buckets": bucket_sizes(args.size, step) if args.buckets else None,
@@ -240,9 +231,23 @@ def main(argv=None):
         "dtype": "float16",
         "computed_in": args.dtype,
     }
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    device = device_of(args)
+    vae = load_vae(args.vae)
+    settings = settings_of(args, vae)
+    pad_to = args.batch if device.type == "cuda" or args.compile else None
+    encoder = Encoder(vae, device, DTYPES[args.dtype], args.moments, pad_to, args.compile)
+    if args.benchmark is not None:
+        return print(json.dumps(encoding_benchmark(encoder, args)))
+    tars = list_shards(args.images)
+    if twice := [shard for shard, n in Counter(tar.stem for tar in tars).items() if n > 1]:
+        raise InputError(f"{args.images} has more than one {twice[0]}.tar: encode each folder into an --out of its own")
     open_folder(Path(args.out), settings)
     encode_all(tars, Path(args.out), encoder, settings, args)
 
 
 if __name__ == "__main__":
-    run(lambda: run(main))
+    run(main)
