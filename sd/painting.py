@@ -109,6 +109,8 @@ def sample_latents(
 @torch.no_grad()
 def decode_latents(vae, latents: torch.Tensor, batch: int, device, dtype=torch.float32) -> np.ndarray:
     """Scaled latents [N, z, h, w] -> uint8 RGB [N, H, W, 3]. InputError if the pictures are not finite."""
+    if not latents.isfinite().all():
+        raise InputError("the UNet gave latents that are not finite, or its weights are not; the VAE was not asked")
     pictures = []
     for part in latents.split(batch):
         images = vae.decode(part.to(device, dtype)).float()  # [B, 3, H, W], -1..1
