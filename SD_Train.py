@@ -7,7 +7,8 @@
     python SD_Train.py --phase 1 --data_root data --dry_run                                 # what would be done
     python SD_Train.py --phase 1 --benchmark 200                                            # speed on this card
 
-On several machines, start the same torchrun line on each with --nnodes, --node_rank and --rdzv_endpoint, or use srun.
+On several machines, start the same torchrun line on each with --nnodes, --node_rank and --rdzv_endpoint, or one process
+a GPU with srun, MASTER_ADDR and MASTER_PORT being set.
 
 What is random about a sample (its place in the epoch, noise, timestep, caption drop) is a function of the seed and of
 the sample's global position alone, so that ranks x batch x accumulation can be cut in any way, and a run killed at any
@@ -26,7 +27,6 @@ import signal
 import sys
 import threading
 import time
-import zlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -39,24 +39,28 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from sd.checkpoints import Checkpointer, HostCopy, Progress, find_checkpoint, load_optimizer, load_weights
-from sd.data import Batch, BucketOrder, Prefetcher, SampleOrder, make_batch, validation_batches
+from sd.data import Batch, BucketOrder, Prefetcher, SampleOrder, check_seed, make_batch
 from sd.device import check_agreement, peak_flops, setup_device, sum_over_ranks
 from sd.errors import InputError, run
 from sd.fused import apply
+from sd.inputs import agreed_flags, agreed_inputs, check_inputs, crc, hash_inputs
 from sd.kernels import available
 from sd.log import Log, Window, plot_run
-from sd.objective import BINS, Denoiser, in_autocast, validate
+from sd.objective import BINS, Denoiser, describe_weights, in_autocast, validate
 from sd.optim import clip_limit, ema_decay, lr_at, make_optimizer
 from sd.painting import sample_grid, sample_prompts
 from sd.plan import choose_grad_checkpoint, dry_run, mean_flops, plan_batches, rank_positions
 from sd.setup import (
     SMALL_VAE,
     absolute,
+    check_end,
+    fixed_batches,
     git_revision,
     init_weights,
     load_data,
     load_text_encoder,
     make_run_folder,
+    note_held_out,
     vae_of_latents,
 )
 from sd.speed import TRACED, train_benchmark, warm_up_steps
@@ -185,7 +189,8 @@ def parse_args(argv=None) -> argparse.Namespace:
 
     g = p.add_argument_group("optimisation")
     g.add_argument("--epochs", type=float)
-    g.add_argument("--max_steps", type=int, help="optimizer steps of the whole run, instead of --epochs")
+    g.add_argument("--max_steps", type=int, help="optimizer steps of the whole run, instead of --epochs; of the two, "
+                   "the one given at --resume counts from then on")  # fmt: skip
     g.add_argument("--stop_at", type=int, help="save and stop after this step; the schedule stays as planned")
     g.add_argument("--batch", type=int, help="images a GPU and micro-batch")
     g.add_argument("--accumulate", type=int, help="micro-batches a step")
@@ -200,14 +205,16 @@ def parse_args(argv=None) -> argparse.Namespace:
         "--adaptive_clip", type=float, help="and at most this multiple of the norm's running mean, say 3; 0: any (0)"
     )
     g.add_argument("--ema", type=float)
-    g.add_argument("--seed", type=int)
+    g.add_argument("--seed", type=int, help="from 0 to 4,294,967,295 (0)")
 
     g = p.add_argument_group("diffusion")
     g.add_argument("--betas", choices=["scaled_linear", "linear", "squaredcos_cap_v2"])
     g.add_argument("--prediction", choices=["epsilon", "v"])
     g.add_argument("--zero_terminal_snr", help="with --prediction v", **on)
-    g.add_argument("--weighting", choices=["min_snr", "debiased", "none"], help="of the loss over timesteps (min_snr)")
-    g.add_argument("--gamma", type=float, help="of Min-SNR; 0: no weighting")
+    g.add_argument("--weighting", choices=["min_snr", "min_snr_plus_1", "debiased", "none"],
+                   help="of the loss over timesteps (min_snr; with --zero_terminal_snr min_snr_plus_1, since min_snr "
+                   "gives the last timestep no weight)")  # fmt: skip
+    g.add_argument("--gamma", type=float, help="of min_snr and min_snr_plus_1; 0: no weighting")
     g.add_argument("--offset_noise", type=float, help="standard deviation of a constant noise a channel, say 0.1 (0)")
     g.add_argument("--drop", type=float, help="caption dropout")
 
@@ -285,16 +292,28 @@ def resolve(args, saved: dict | None) -> dict:
         settings[name] = value
     if settings["model"] not in PRESETS:
         raise InputError(f"--model wants one of {', '.join(PRESETS)}, found {settings['model']!r}")
+    if args.epochs is not None:
+        if args.max_steps is not None:
+            raise InputError("--epochs and --max_steps both say how long to train: give one of them")
+        settings["max_steps"] = None  # of the run's beginning
+    if saved is None:  # runs begun before this rule may go on
+        check_seed(settings["seed"])
+        if settings["zero_terminal_snr"] and args.weighting is None:
+            settings["weighting"] = "min_snr_plus_1"
     for name in ("batch", "accumulate", "epochs", "lr", "save_steps", "log_steps", "val_images", "max_skipped"):
-        if not settings[name] > 0:
+        if not 0 < settings[name] < math.inf:
             raise InputError(f"--{name} wants a positive number, found {settings[name]}")
     for name in ("warmup", "decay", "clip", "adaptive_clip", "gamma", "offset_noise", "text_lr", "keep_last",
-                 "keep_every", "val_steps", "sample_steps", "seed"):  # fmt: skip
+                 "keep_every", "val_steps", "sample_steps"):  # fmt: skip
         if not 0 <= settings[name] < math.inf:
             raise InputError(f"--{name} wants a number from 0 up, found {settings[name]}")
     for name in ("drop", "ema", "latent_fraction"):
         if not 0 <= settings[name] <= 1:
             raise InputError(f"--{name} wants a number from 0 to 1, found {settings[name]}")
+    if not settings["latent_fraction"]:
+        raise InputError("--latent_fraction wants a number above 0, found 0: there would be nothing to train on")
+    if not math.isfinite(settings["sample_cfg"]):
+        raise InputError(f"--sample_cfg wants a finite number, found {settings['sample_cfg']}")
     for name in ("beta1", "beta2"):
         if not 0 <= settings[name] < 1:
             raise InputError(f"--{name} wants a number from 0 to below 1, found {settings[name]}")
@@ -350,10 +369,12 @@ def main(argv=None):
     settings["dtype"] = settings["dtype"] or ("bf16" if device.type == "cuda" else "fp32")
     if settings["channels_last"] is None:
         settings["channels_last"] = device.type == "cuda"
+    check_agreement(agreed_flags(args, settings, saved), device, world)
     memory = torch.channels_last if settings["channels_last"] else torch.contiguous_format
     schedule = NoiseSchedule(
         settings["betas"], prediction=settings["prediction"], zero_terminal_snr=settings["zero_terminal_snr"]
     )
+    say(describe_weights(schedule, settings))
 
     # Networks and data. Fresh weights are drawn on the CPU from the seed, so that every device and rank starts alike.
     torch.manual_seed(settings["seed"])
@@ -378,10 +399,10 @@ def main(argv=None):
     train, val = data.train, data.val
     say(f"data: {len(train):,} training and {len(val):,} held-out pictures; {train.missing + val.missing:,} without a "
         f"latent, {train.unreadable:,} unreadable latent files")  # fmt: skip
-    if saved and (changed := sorted(set(saved["data"].items()) ^ set(data.hashes.items()))):
-        raise InputError(
-            f"the data changed since the checkpoint ({changed[0][0]}); put it back, or start a new run with --init_from"
-        )
+    note_held_out(data, settings, say)
+    inputs = hash_inputs(data, text_encoder, trains_text)
+    if saved:
+        check_inputs(saved, data, inputs, say)
     order = SampleOrder(train.sizes, data.weights, settings["seed"])
     global_batch = plan_batches(settings, world, saved and saved["global_batch"], args.accumulate is not None)
     if len(train.shapes) > 1:
@@ -390,6 +411,7 @@ def main(argv=None):
     total = settings["max_steps"] or int(settings["epochs"] * order.epoch_size) // global_batch
     if total < 1:
         raise InputError(f"{settings['epochs']} epochs of {order.epoch_size} pictures make no step of {global_batch}")
+    check_end(saved["step"] if saved else 0, total, args.stop_at, say)
     if len(train.shapes) > 1:
         showings = np.bincount(train.shape, minlength=len(train.shapes)) * total * global_batch / order.epoch_size
         rare = ", ".join(f"{h} x {w}" for (_, h, w), n in zip(train.shapes, showings) if n < global_batch)
@@ -441,18 +463,15 @@ def main(argv=None):
     optimizer = make_optimizer(denoiser, settings)
     if checkpoint:
         load_optimizer(checkpoint, optimizer)
-    agreed = {"where to go on": progress.step, "the number of steps": total, "readable latents": train.unreadable}
-    agreed |= {"the data": zlib.crc32(str(data.hashes).encode()), "settings": zlib.crc32(json.dumps(settings).encode())}
-    check_agreement(agreed, device, world)
+    if world > 1:
+        agreed = {"the number of steps": total, "settings": crc(settings)}
+        check_agreement(agreed | agreed_inputs(data, inputs, checkpoint, denoiser, ema), device, world)
     update = Update(optimizer, denoiser, ema, settings, world)
     lock = make_run_folder(out, settings, checkpoint) if rank == 0 else None  # nothing was written before this line
     model = wrap(denoiser, settings, world)
     micro_steps = MicroSteps(model, text_of, schedule, settings, update, device, say, len(train.shapes))
 
-    fixed = {
-        name: validation_batches(split, settings["val_images"], name, settings["seed"], schedule.steps)
-        for name, split in (("val", val), ("train", train)) if len(split)
-    }  # fmt: skip
+    fixed = fixed_batches(val, train, settings, schedule.steps, say)
     saver, log, to_host = None, None, None
     if rank == 0:
         to_host = HostCopy(pin=device.type == "cuda", size=16 * count_parameters(denoiser)[1])  # live, EMA, 2 x Adam
@@ -492,6 +511,7 @@ def main(argv=None):
                 "epoch": images / order.epoch_size,
                 "global_batch": global_batch,
                 "data": data.hashes,
+                "inputs": inputs,
                 "vae": data.vae["hash"],
                 "settings": dict(settings),
             },
@@ -559,7 +579,8 @@ def main(argv=None):
                 if peak:
                     row["mfu"] = row["images_per_s"] / world * flops / peak
                     speed += f", MFU {row['mfu']:.1%}"
-                bar.set_postfix_str(f"loss {row['loss']:.4f}, lr {lr:.1e}, {speed}")
+                loss = "none" if row["loss"] is None else f"{row['loss']:.4f}"
+                bar.set_postfix_str(f"loss {loss}, lr {lr:.1e}, {speed}")
                 if log:
                     log.write("log.jsonl", row)
                 progress.window = Window()

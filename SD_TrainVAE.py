@@ -38,16 +38,19 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from sd.checkpoints import MAX_STEPS, find_checkpoint, readable_alike, resume_problem
+from sd.data import MAX_SEED, check_seed
 from sd.device import DTYPES, pick_device
 from sd.errors import InputError, run
-from sd.files import atomic_path, atomic_write, lock_run, make_folder, new_folder, read_json, sha256
+from sd.files import atomic_path, lock_run, make_folder, new_folder, read_json, sha256
 from sd.latents import write_json
+from sd.log import cut_log, finite_or_null
 from sd.optim import Muon
 from sd.pictures import grid, save_png
 from sd.shards import image_key, key_fraction, list_shards, source_of
 from sd.stream import stream
 from sd.weights.parts import save_vae
-from sd.weights.read import checkpoint_problem
+from sd.weights.read import checkpoint_folders
 from sd.weights.tensors import save_tensors
 from sd.workers import progress
 from SD_Model import PRESETS, VAE, weights_hash
@@ -55,6 +58,8 @@ from SD_Model import PRESETS, VAE, weights_hash
 MAX_HELD_OUT = 256  # pictures that the PSNR is measured on
 
 MAX_MEASURED = 4096  # pictures that the latents' standard deviation is measured on
+
+NEEDED = {"vae.safetensors", "vae_ema.safetensors", "optimizer.pt", "state.json"}  # to go on from a checkpoint
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -201,29 +206,15 @@ def save_checkpoint(run: Path, step: int, vae: VAE, ema: VAE, optimizers: list, 
             save_tensors(state, tmp / f"{name}.safetensors")
         torch.save([optimizer.state_dict() for optimizer in optimizers], tmp / "optimizer.pt")
         (tmp / "state.json").write_text(json.dumps({"step": step, "config": config}, indent=1))
+        readable_alike(tmp)
         (tmp / "manifest.json").write_text(json.dumps({f.name: sha256(f) for f in sorted(tmp.iterdir())}, indent=1))
     for old in checkpoint_folders(run)[2:]:
         shutil.rmtree(old)
 
 
-def checkpoint_folders(run: Path) -> list[Path]:
-    """The run's checkpoints, newest first."""
-    return sorted((run / "checkpoints").glob("step_*[0-9]"), key=lambda p: int(p.name[5:]), reverse=True)
-
-
-def find_checkpoint(run: Path, resume: str) -> Path | None:
-    """The checkpoint that --resume names; for 'latest' the newest whole one, None if there is none at all. InputError
-    if all are damaged."""
-    problems = []
-    for folder in checkpoint_folders(run) if resume == "latest" else [Path(resume)]:
-        problem = checkpoint_problem(folder)
-        if problem is None:
-            return folder
-        problems.append(f"{folder}: {problem}")
-        print(f"skipped checkpoint {problems[-1]}")
-    if problems:
-        raise InputError(f"a whole checkpoint was wanted, found {'; '.join(problems)}: delete it to start anew")
-    return None
+def checkpoint_problem(folder: Path) -> str | None:
+    """Why training cannot go on from a checkpoint folder, or None."""
+    return resume_problem(folder, NEEDED, {"step", "config"})
 
 
 def same_config(config: dict, old: dict, where: Path):
@@ -236,16 +227,9 @@ def same_config(config: dict, old: dict, where: Path):
             )
 
 
-def cut_log(path: Path, step: int):
-    """Drop what a killed run logged after the checkpoint that it goes on from."""
-    if path.exists():
-        lines = path.read_text().splitlines(keepends=True)
-        atomic_write(path, "".join(s for s in lines if s.endswith("\n") and json.loads(s)["step"] <= step))
-
-
 def append_json(path: Path, record: dict):
     with open(path, "a") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write(json.dumps(finite_or_null(record), allow_nan=False) + "\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -291,7 +275,7 @@ def train(args, config: dict, train_set: torch.Tensor, held_out: torch.Tensor, d
     vae = new_vae(args.model, args.seed)
     ema = copy.deepcopy(vae).requires_grad_(False).eval()
     step = 0
-    folder = find_checkpoint(run, args.resume) if args.resume else None
+    folder = find_checkpoint(run, args.resume, problem=checkpoint_problem) if args.resume else None
     if folder:
         state = read_json(folder / "state.json")
         same_config(config, state["config"], folder)
@@ -404,7 +388,7 @@ def parse_args(argv=None):
     group.add_argument("--weight_decay", type=float, default=0.01, help="AdamW's, never on biases and norms")
     group.add_argument("--grad_clip", type=float, default=1.0, help="largest global norm of the gradient")
     group.add_argument("--ema", type=float, default=0.995, help="decay of the weights' average, with warm-up")
-    group.add_argument("--seed", type=int, default=0, help="of weights, order and noise")
+    group.add_argument("--seed", type=int, default=0, help=f"of weights, order and noise, from 0 to {MAX_SEED:,}")
 
     group = parser.add_argument_group("loss")
     group.add_argument("--l1_weight", type=float, default=1.0, help="mean |x - y|")
@@ -429,8 +413,20 @@ def parse_args(argv=None):
     factor = PRESETS[args.model]["vae"].factor
     if args.size < factor or args.size % factor:
         raise InputError(f"--size {args.size} was given; the preset {args.model} wants multiples of {factor}")
-    if min(args.max_steps, args.batch, args.save_steps, args.log_steps) < 1 or min(args.seed, args.workers) < 0:
-        raise InputError("--max_steps, --batch, --save_steps and --log_steps start at 1, --seed and --workers at 0")
+    if min(args.max_steps, args.batch, args.save_steps, args.log_steps) < 1 or args.workers < 0:
+        raise InputError("--max_steps, --batch, --save_steps and --log_steps start at 1, --workers at 0")
+    if args.max_steps > MAX_STEPS:
+        raise InputError(f"--max_steps wants {MAX_STEPS:,} at most, found {args.max_steps:,}")
+    check_seed(args.seed)
+    for name in ("lr", "muon_lr", "grad_clip", "ram_gib"):
+        if not 0 < getattr(args, name) < math.inf:
+            raise InputError(f"--{name} wants a positive number, found {getattr(args, name)}")
+    for name in ("warmup", "weight_decay", "l1_weight", "l2_weight", "edge_weight", "kl_weight"):
+        if not 0 <= getattr(args, name) < math.inf:
+            raise InputError(f"--{name} wants a number from 0 up, found {getattr(args, name)}")
+    for name in ("ema", "held_out_share"):
+        if not 0 <= getattr(args, name) <= 1:
+            raise InputError(f"--{name} wants a number from 0 to 1, found {getattr(args, name)}")
     return args
 
 

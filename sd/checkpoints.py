@@ -18,42 +18,46 @@ from sd.errors import InputError
 from sd.files import fsync, sha256
 from sd.log import Window
 from sd.weights.parts import save_vae
-from sd.weights.read import checkpoint_problem
+from sd.weights.read import checkpoint_folders, checkpoint_problem, checkpoint_step
 from sd.weights.tensors import save_tensors
 from SD_Model import TextEncoder, UNetConfig, config_from_dict
 
-STEPS_NAME = "step_????????"  # of finished checkpoints below checkpoints/
+MAX_STEPS = 99_999_999  # as many as eight digits of a checkpoint's name can tell
 
 STATE = {"settings", "global_batch", "data", "step", "ema_updates", "skipped", "mean_norm", "seen", "lineage", "window"}
 
 NEEDED = {"unet.safetensors", "unet_ema.safetensors", "optimizer.pt", "model.json", "state.json"}  # to go on from one
 
 
-def resume_problem(folder: Path) -> str | None:
-    """Why training cannot go on from a checkpoint folder, or None."""
+def resume_problem(folder: Path, needed: set[str] = NEEDED, state: set[str] = STATE) -> str | None:
+    """Why training cannot go on from a checkpoint folder, or None. needed: its files; state: names in state.json."""
     if fault := checkpoint_problem(folder):
         return fault
-    if missing := NEEDED - set(json.loads((folder / "manifest.json").read_text())):
+    if missing := needed - set(json.loads((folder / "manifest.json").read_text())):
         return f"its manifest lacks {sorted(missing)[0]}"
-    if missing := STATE - set(json.loads((folder / "state.json").read_text())):
+    saved, named = json.loads((folder / "state.json").read_text()), checkpoint_step(folder)
+    if missing := state - set(saved):
         return f"its state.json has no {sorted(missing)[0]}: weights alone, or of another version; try --init_from"
+    if named not in (None, saved["step"]):
+        return f"its state.json is of step {saved['step']:,}: a copy under another name"
     return None
 
 
-def find_checkpoint(out: Path, resume: str, say=print) -> Path | None:
-    """The checkpoint to go on from: the named one, or the newest valid one of the run (None if it has none)."""
+def find_checkpoint(out: Path, resume: str, say=print, problem=resume_problem) -> Path | None:
+    """The checkpoint to go on from: the named one, or the newest valid one of the run (None if it has none).
+    problem(folder) says why a folder is not valid, or None."""
     if resume != "latest":
         folder = Path(resume)
         if (folder / "checkpoints").is_dir():
-            return find_checkpoint(folder, "latest", say)
-        if fault := resume_problem(folder):
+            return find_checkpoint(folder, "latest", say, problem)
+        if fault := problem(folder):
             raise InputError(
                 f"--resume wants a whole checkpoint, and {folder} is not one ({fault}); try --resume latest"
             )
         return folder
     faults = []
-    for folder in sorted((out / "checkpoints").glob(STEPS_NAME), reverse=True):
-        if fault := resume_problem(folder):
+    for folder in checkpoint_folders(out):
+        if fault := problem(folder):
             faults.append(f"{folder.name}: {fault}")
             say(f"skipping checkpoint {folder.name}: {fault}")
             continue
@@ -127,19 +131,25 @@ class Checkpointer:
         or of a course that was given up with --resume PATH) are set aside, or they would count as the newest."""
         self.folder, self.keep_last, self.keep_every = folder, keep_last, keep_every
         self._thread, self.failed_last = None, False
-        for stale in self.folder.glob("*.tmp"):
-            shutil.rmtree(stale, ignore_errors=True)
-        for later in sorted(folder.glob(STEPS_NAME)):
-            if int(later.name[5:]) > step:
+        for stale in self.folder.glob("step_*.tmp"):
+            if checkpoint_step(stale.with_suffix("")) is not None:  # others are not of this program
+                shutil.rmtree(stale, ignore_errors=True)
+        for later in checkpoint_folders(folder.parent):
+            if checkpoint_step(later) > step:
                 aside = later.with_name(f"{later.name}.aside")
                 shutil.rmtree(aside, ignore_errors=True)
                 os.rename(later, aside)
                 say(f"{later} is of a later step than {step:,}, where training goes on: renamed to {aside.name}")
 
     def save(self, step: int, take_snapshot):
-        """Write take_snapshot() in the background. The last write is waited for first: its buffers are used again."""
+        """Write take_snapshot() in the background. The last write is waited for first: its buffers are used again.
+
+        The snapshot's tensors are to be copies; all that is small is copied here, so that steps taken during the write
+        do not get into it."""
         self.wait()
-        self._thread = threading.Thread(target=self._write, args=(step, take_snapshot()))
+        snapshot = take_snapshot()
+        snapshot |= {name: copy.deepcopy(snapshot[name]) for name in ("model", "state")}
+        self._thread = threading.Thread(target=self._write, args=(step, snapshot))
         self._thread.start()
 
     def wait(self):
@@ -171,9 +181,8 @@ class Checkpointer:
             )
             shutil.rmtree(temporary, ignore_errors=True)
             return
-        kept = sorted(self.folder.glob(STEPS_NAME))
-        for old in kept[: -self.keep_last] if self.keep_last else []:
-            if not self.keep_every or int(old.name[5:]) % self.keep_every:
+        for old in checkpoint_folders(self.folder.parent)[self.keep_last :] if self.keep_last else []:
+            if not self.keep_every or checkpoint_step(old) % self.keep_every:
                 doomed = old.with_suffix(".tmp")  # first out of the way, so that a half-removed one is never chosen
                 with contextlib.suppress(OSError):
                     os.rename(old, doomed)
@@ -195,6 +204,7 @@ def write_checkpoint(folder: Path, snapshot: dict):
     torch.save(snapshot["optimizer"], folder / "optimizer.pt")
     (folder / "model.json").write_text(json.dumps(snapshot["model"], indent=1))
     (folder / "state.json").write_text(json.dumps(snapshot["state"], indent=1))
+    readable_alike(folder)
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     for path in files:
         fsync(path)
@@ -203,6 +213,16 @@ def write_checkpoint(folder: Path, snapshot: dict):
     fsync(folder / "manifest.json")
     for path in [p for p in folder.rglob("*") if p.is_dir()] + [folder]:
         fsync(path)
+
+
+def readable_alike(checkpoint: Path):
+    """Give every file of a checkpoint the mode of state.json, which follows the umask: some libraries write files that
+    nobody else may read."""
+    mode = (checkpoint / "state.json").stat().st_mode & 0o777
+    for path in checkpoint.rglob("*"):
+        if path.is_file():
+            with contextlib.suppress(OSError):  # a file system without modes
+                path.chmod(mode)
 
 
 def load_weights(checkpoint: Path, live, ema):

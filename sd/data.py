@@ -23,9 +23,20 @@ import torch
 from sd.errors import InputError
 from sd.shards import FLIP, key_fraction
 
+DRAWING = 1  # version of how everything here is drawn; raise it when one seed no longer gives the same samples
+
+MAX_SEED = 2**32 - 1  # seeds are half a word of the generators' keys
+
+
+def check_seed(seed: int):
+    """InputError unless a seed is within 0..MAX_SEED: larger ones would train like smaller ones."""
+    if not 0 <= seed <= MAX_SEED:
+        raise InputError(f"--seed wants a whole number from 0 to {MAX_SEED:,}, found {seed}")
+
 
 def generator(*key: int) -> np.random.Generator:
-    """A counter-based generator (Philox, Salmon et al. 2011) of its own for each key of up to three integers."""
+    """A counter-based generator (Philox, Salmon et al. 2011) of its own for each key of up to three integers, the first
+    two of which count modulo 2^32."""
     seed, stream, position = (*key, 0, 0)[:3]
     words = np.array([(seed & 0xFFFFFFFF) | (stream & 0xFFFFFFFF) << 32, position], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=words))
@@ -102,9 +113,11 @@ def read_split(folder: Path, split: str) -> tuple[pa.ChunkedArray, np.ndarray, p
         raise InputError(
             f"a dataset with a {split} split was wanted in {folder} ({e}); run data_pipeline/05 again"
         ) from None
+    if not tables:  # a split without rows may have no file
+        return pa.chunked_array([], pa.string()), np.zeros((0, 1), np.uint16), pa.chunked_array([], pa.string())
     table = pa.concat_tables(tables)
     ids = [np.asarray(c.flatten()).reshape(len(c), -1) for c in table["input_ids"].chunks if len(c)]
-    ids = np.concatenate(ids) if ids else np.zeros((0, 1), np.int32)
+    ids = np.concatenate(ids) if ids else np.zeros((0, 1), np.int32)  # Split gives it the others' width
     return table["image_key"], ids.astype(np.uint16 if ids.max(initial=0) < 1 << 16 else np.int32), table["caption"]
 
 
@@ -112,25 +125,29 @@ class LatentStore:
     """Latents of one source: packed [N, C, h, w] fp16 arrays, memory-mapped so that ranks share the page cache, with an
     index of image keys; or a folder of one .npy [C, h, w] a picture, read into memory by threads.
 
-    Files that are cut, empty or do not fit their index are left out and counted in `unreadable`.
+    Files that are cut, empty or do not fit their index are left out and counted in `unreadable`. `left_out`: their
+    names below the folder, sorted; `found`: sha256 of the names and shapes of the others.
     """
 
     def __init__(self, folder: Path, pretouch: bool):
         self.manifest = read_manifest(folder, "the latents", ("size", "scaled", "vae", "kind"))
-        self.arrays, self.unreadable = [], 0
+        self.arrays, self.left_out, names = [], [], []
         index = sorted(folder.glob("*.parquet"))
         if index:
             keys, shards, rows = [], [], []
             for path in index:
+                reading = path
                 try:
                     table = pq.ParquetFile(path).read(columns=["image_key", "row"])
                     row = table["row"].to_numpy()
-                    array = np.load(path.with_suffix(".npy"), mmap_mode="r")
+                    reading = path.with_suffix(".npy")
+                    array = np.load(reading, mmap_mode="r")
                     if array.ndim != 4 or row.max(initial=-1) >= len(array):
                         raise ValueError("the array is not the index's")
                 except (OSError, ValueError, EOFError, KeyError, pa.ArrowInvalid):  # cut, empty, or of another shard
-                    self.unreadable += 1
+                    self.left_out.append(reading.name)
                     continue
+                names.append(reading.name)
                 keys += table["image_key"].cast(pa.string()).chunks
                 rows.append(row)
                 shards.append(np.full(len(table), len(self.arrays)))
@@ -146,13 +163,19 @@ class LatentStore:
             with ThreadPoolExecutor(16) as pool:
                 loaded = list(pool.map(_load_or_none, files))
             good = [(f, a[None]) for f, a in zip(files, loaded) if a is not None and a.ndim == 3]
-            self.unreadable = len(files) - len(good)
+            names = [str(f.relative_to(folder)) for f, _ in good]
+            self.left_out = sorted({str(f.relative_to(folder)) for f in files} - set(names))
             source = folder.parent.name
             self.keys = pa.chunked_array(
                 [[f"{source}/{f.relative_to(folder).with_suffix('')}" for f, _ in good]], pa.string()
             )
             self.arrays = [a for _, a in good]
             self.shard, self.row = np.arange(len(good)), np.zeros(len(good), int)
+        self.unreadable = len(self.left_out)
+        self.found = hashlib.sha256()
+        for name, array in zip(names, self.arrays):
+            self.found.update(f"{name} {array.shape} {array.dtype}\n".encode())
+        self.found = self.found.hexdigest()
         self.shapes = {a.shape[1:] for a in self.arrays}  # of one stored latent: one, or several of --buckets
         if not self.unreadable:
             check_count(folder, "latents", len(self.keys), self.manifest.get("count", len(self.keys)))
@@ -204,7 +227,8 @@ class Split:
             captions.append(caption.take(kept))
             self.arrays += store.arrays
             self.sizes.append(len(kept))
-        if len({a.shape[1] for a in ids if len(a)}) > 1:
+        ids = [a for a in ids if len(a)] or ids[:1]  # a source without rows in this split has no width
+        if len({a.shape[1] for a in ids}) > 1:
             raise InputError(
                 f"the sources' token ids differ in length: {[a.shape[1] for a in ids]}; tokenise them alike"
             )
@@ -217,6 +241,22 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def digest(self, sampled: int = 256) -> tuple[str, str]:
+        """sha256 of the pictures' keys and token ids in their order; and of `sampled` stored latents, evenly spaced.
+        To read all of them would take as long as an epoch's reading."""
+        pictures, lengths, latents = (hashlib.sha256() for _ in range(3))
+        for chunk in self.keys.chunks:
+            if len(chunk):
+                at = np.frombuffer(chunk.buffers()[1], np.int32)[chunk.offset : chunk.offset + len(chunk) + 1]
+                lengths.update(np.diff(at))
+                pictures.update(chunk.buffers()[2][int(at[0]) : int(at[-1])])
+        pictures.update(lengths.digest() + f"{self.sizes} {self.ids.shape[1:]} {self.ids.dtype}".encode())
+        pictures.update(np.ascontiguousarray(self.ids))
+        for i in np.unique(np.linspace(0, len(self) - 1, min(sampled, len(self))).astype(int)):
+            shard, row = self.shard[i, 0], self.row[i, 0]
+            latents.update(np.ascontiguousarray(self.arrays[shard][row]))
+        return pictures.hexdigest(), latents.hexdigest()
 
     def latents(self, index: np.ndarray, mirrored: np.ndarray | int = 0) -> np.ndarray:
         """Stored latents fp32 [B, C, h, w]; of the mirror image, if it has any, where `mirrored` (int [B]) is 1."""
@@ -367,15 +407,22 @@ def validation_index(split: Split, count: int, name: str, seed: int) -> np.ndarr
     return generator(seed, STREAM_VALIDATION + (name == "train"), 0).permutation(len(split))[:count]
 
 
-def validation_batches(split: Split, count: int, name: str, seed: int, steps: int) -> list[Batch]:
+def validation_batches(split: Split, count: int, name: str, seed: int, steps: int, say=print) -> list[Batch]:
     """Fixed pictures with fixed noise and stratified timesteps, a batch a shape: the loss on them moves only when the
-    weights do."""
+    weights do. Pictures whose latents hold NaN or infinity are left out, and said: every loss would be NaN."""
     index = validation_index(split, count, name, seed)
     t = ((np.arange(len(index)) + 0.5) / len(index) * steps).astype(np.int64)
     stream, batches = STREAM_VALIDATION + (name == "train"), []
     for shape in np.unique(split.shape[index]):
         own = np.flatnonzero(split.shape[index] == shape)
         latents = split.latents(index[own])
+        finite = np.isfinite(latents).all(axis=(1, 2, 3))
+        for i in own[~finite]:
+            say(f"warning: the latent of {split.keys[int(index[i])].as_py()} is not finite: it is left out of the "
+                "validation; encode it again")  # fmt: skip
+        if not finite.any():
+            continue
+        own, latents = own[finite], latents[finite]
         latents = latents[:, : latents.shape[1] // 2 if split.moments else latents.shape[1]].copy()
         noise = np.stack([generator(seed, stream, 1 + i).standard_normal(latents.shape[1:], np.float32) for i in own])
         arrays = latents, noise, t[own], split.ids[index[own]].astype(np.int64)

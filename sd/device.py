@@ -40,10 +40,46 @@ def peak_flops(device: torch.device) -> float | None:
     return next((flops for card, flops in PEAK_FLOPS.items() if card in name), None)
 
 
+def find_ranks(environ) -> tuple[int, int, int]:
+    """Rank, world size and local rank that the environment tells of; (0, 1, 0) where nothing does.
+
+    RANK, WORLD_SIZE and LOCAL_RANK (or Slurm's SLURM_LOCALID) count together with MASTER_ADDR and MASTER_PORT, as
+    torchrun sets them; without RANK and WORLD_SIZE the tasks of an srun do, if these two are set. InputError if a part
+    is missing, as it is where a variable is left over from something else: such a process would wait for others, or
+    take itself for one that writes nothing.
+    """
+    slurm = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+    found = {name: environ[name] for name in slurm if name in environ}
+    meeting = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    if not found.keys() & {"RANK", "WORLD_SIZE"} and not meeting and all(s in environ for s in slurm.values()):
+        found = {name: environ[s] for name, s in slurm.items()}
+    try:
+        numbers = {name: int(value) for name, value in found.items()}
+    except ValueError:
+        raise InputError(f"whole numbers were wanted in the environment, found {found}; unset them") from None
+    if all(numbers.get(name, single) == single for name, single in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))):
+        return 0, 1, 0
+    if "LOCAL_RANK" not in numbers and environ.get("SLURM_LOCALID", "").isdecimal():
+        numbers["LOCAL_RANK"] = int(environ["SLURM_LOCALID"])
+    told = " ".join(f"{name}={value}" for name, value in found.items())
+    if missing := [name for name in slurm if name not in numbers] + meeting:
+        raise InputError(
+            f"the environment says {told} and lacks {', '.join(missing)}; start with torchrun or srun, or for one "
+            f"process: unset {' '.join(found)}"
+        )
+    if not (0 <= numbers["RANK"] < numbers["WORLD_SIZE"] and numbers["LOCAL_RANK"] >= 0):
+        raise InputError(f"RANK was wanted from 0 to below WORLD_SIZE, and the environment says {told}; unset them")
+    return numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"]
+
+
 def setup_device(name: str | None) -> tuple[torch.device, int, int, int]:
-    """Device, rank, world size, local rank. Under torchrun, joins the process group (NCCL on CUDA, else gloo)."""
+    """Device, rank, world size, local rank. With several processes, joins their group (NCCL on CUDA, else gloo)."""
+    rank, world, local = find_ranks(os.environ)
     device = pick_device(name)
-    rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    if device.type == "cuda" and local >= torch.cuda.device_count():
+        raise InputError(f"LOCAL_RANK is {local}, and this machine has {torch.cuda.device_count()} GPUs; start fewer")
+    if world > 1:  # for libraries that read them
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local)}
     if device.type == "cuda":
         device = torch.device("cuda", device.index if world == 1 and device.index is not None else local)
         torch.cuda.set_device(device)

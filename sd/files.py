@@ -1,5 +1,6 @@
 """Files and folders that are complete or not there: atomic writes, manifests, claims on a folder, hashes, locks."""
 
+import errno
 import fcntl
 import glob
 import hashlib
@@ -125,6 +126,9 @@ def fsync(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems sync no folders
+            raise
     finally:
         os.close(descriptor)
 

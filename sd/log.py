@@ -1,8 +1,10 @@
 """Log lines and curves of a run."""
 
 import contextlib
+import copy
 import hashlib
 import json
+import math
 import os
 import sys
 import threading
@@ -22,7 +24,8 @@ class Window:
         self._started, self._timed = time.perf_counter(), 0
 
     def state(self) -> dict:
-        return self.values
+        """A copy, which later steps do not change."""
+        return copy.deepcopy(self.values)
 
     def add(self, sums: list[float], norm: float, skipped: bool):
         """sums: of losses, then of counts, by timestep bin, over the step's global batch."""
@@ -36,15 +39,16 @@ class Window:
             v["norm"] += norm
 
     def row(self, step: int, global_batch: int, epoch_size: int, lr: float) -> dict:
-        """The line of log.jsonl. loss: weighted, mean over the window's samples; bins: the same by timestep."""
-        v, taken = self.values, max(1, self.values["steps"] - self.values["skipped"])
+        """The line of log.jsonl. loss: weighted, mean over the window's samples; bins: the same by timestep. None where
+        there is nothing to take the mean of, as when all steps were skipped."""
+        v, taken, count = self.values, self.values["steps"] - self.values["skipped"], sum(self.values["counts"])
         return {
             "step": step,
             "images": step * global_batch,
             "epoch": step * global_batch / epoch_size,
-            "loss": sum(v["losses"]) / max(1.0, sum(v["counts"])),
+            "loss": sum(v["losses"]) / count if count else None,
             "lr": lr,
-            "grad_norm": v["norm"] / taken,
+            "grad_norm": v["norm"] / taken if taken else None,
             "skipped": v["skipped"],
             "images_per_s": self._timed * global_batch / (time.perf_counter() - self._started),
             "bins": [a / n if n else None for a, n in zip(v["losses"], v["counts"])],
@@ -58,12 +62,8 @@ class Log:
     def __init__(self, out: Path, settings: dict, resumed_at: int):
         self.out, self.wandb, self._waiting = out, None, {}
         for name in ("log.jsonl", "validation.jsonl"):
-            self._cut(out / name, resumed_at)
-        mode = settings["wandb"]
-        if mode == "auto":
-            netrc = Path.home() / ".netrc"
-            has_key = os.environ.get("WANDB_API_KEY") or (netrc.exists() and "wandb" in netrc.read_text())
-            mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
+            cut_log(out / name, resumed_at)
+        mode = wandb_mode(settings["wandb"])
         if mode == "disabled":
             return
         try:
@@ -74,24 +74,14 @@ class Log:
                 id=hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:16],
                 settings=wandb.Settings(init_timeout=30),
             )  # fmt: skip
-        except Exception as e:
-            print(f"warning: wandb is off ({e})", file=sys.stderr)
-
-    @staticmethod
-    def _cut(path: Path, step: int):
-        """Drop the lines after the step that training goes on from, and a last line that a kill cut short."""
-        if path.exists():
-            kept = []
-            for line in path.read_text().splitlines():
-                with contextlib.suppress(ValueError, KeyError):
-                    if json.loads(line)["step"] <= step:
-                        kept.append(line)
-            atomic_write(path, "".join(line + "\n" for line in kept))
+        except (Exception, SystemExit) as e:
+            print(f"warning: wandb is off ({e or type(e).__name__})", file=sys.stderr)
 
     def write(self, name: str, row: dict):
         """Add a line to log.jsonl or validation.jsonl, and its numbers to wandb."""
         lines = self._waiting.setdefault(name, [])
-        lines.append(json.dumps(row) + "\n")
+        row = finite_or_null(row)
+        lines.append(json.dumps(row, allow_nan=False) + "\n")
         try:
             with open(self.out / name, "ab") as f:
                 size = f.tell()
@@ -119,8 +109,8 @@ class Log:
 
                 values = {k: wandb.Image(str(v)) if isinstance(v, Path) else v for k, v in values.items()}
                 self.wandb.log(values, step=step)
-            except Exception as e:
-                print(f"\nwarning: wandb is off ({e})", file=sys.stderr)
+            except (Exception, SystemExit) as e:
+                print(f"\nwarning: wandb is off ({e or type(e).__name__})", file=sys.stderr)
                 self.wandb = None
 
     def close(self):
@@ -131,17 +121,69 @@ class Log:
             finishing.join(60)
 
     def _finish(self):
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception, SystemExit):
             self.wandb.finish()
 
 
+def wandb_mode(asked: str) -> str:
+    """--wandb; for auto, WANDB_MODE, else online if there is a key, else offline. What cannot be read holds no key."""
+    if asked != "auto":
+        return asked
+    if mode := os.environ.get("WANDB_MODE"):
+        return mode
+    try:
+        has_key = os.environ.get("WANDB_API_KEY") or b"wandb" in (Path.home() / ".netrc").read_bytes()
+    except (OSError, RuntimeError):  # no such file, may not be read, no home at all
+        has_key = False
+    return "online" if has_key else "offline"
+
+
+def finite_or_null(value):
+    """A value for JSON, which has no NaN and no infinity: they become None, in dicts and lists too."""
+    if isinstance(value, dict):
+        return {k: finite_or_null(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_or_null(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _rows_of(data: bytes) -> tuple[list[tuple[bytes, dict]], int]:
+    """Whole lines of a log as (line, its row), and how many others there are: no UTF-8, no JSON, no row with a step. A
+    last line without its end is a killed process's and does not count."""
+    *lines, _ = data.split(b"\n")
+    kept, damaged = [], 0
+    for line in lines:
+        try:
+            row = json.loads(line.decode())
+            if not isinstance(row, dict) or type(row.get("step")) is not int:
+                raise ValueError
+            kept.append((line, row))
+        except (ValueError, RecursionError):
+            damaged += 1
+    return kept, damaged
+
+
+def cut_log(path: Path, step: int):
+    """Drop the lines after the step that training goes on from, a last line that a kill cut short, and damaged lines,
+    which are counted in a warning. A log that cannot be read is left as it is, with a warning."""
+    try:
+        data = path.read_bytes()
+        kept, damaged = _rows_of(data)
+        if damaged:
+            lines = "line is" if damaged == 1 else "lines are"
+            print(f"warning: {damaged} {lines} damaged in {path} and left out", file=sys.stderr)
+        cut = b"".join(line + b"\n" for line, row in kept if row["step"] <= step)
+        if cut != data:
+            atomic_write(path, cut)
+    except FileNotFoundError:
+        pass
+    except OSError as e:
+        print(f"warning: {path} cannot be read or cut at step {step:,} ({e})", file=sys.stderr)
+
+
 def read_rows(path: Path) -> list[dict]:
-    """The lines of a .jsonl file, without those that a kill cut short; [] if there is no file."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    return rows
+    """The rows of a .jsonl file, without lines that are damaged or cut short; [] if there is no file."""
+    return [row for _, row in _rows_of(path.read_bytes())[0]] if path.exists() else []
 
 
 def plot_run(out: Path):
@@ -151,17 +193,21 @@ def plot_run(out: Path):
     train, val = read_rows(out / "log.jsonl"), read_rows(out / "validation.jsonl")
 
     def draw(axis, rows, value, **style):
-        rows = [r for r in rows if value(r) is not None]
-        if rows:
-            axis.plot([r["step"] for r in rows], [value(r) for r in rows], **style)
+        points = []
+        for row in rows:
+            with contextlib.suppress(LookupError, TypeError, ValueError):  # rows may lack what another version wrote
+                points.append((row["step"], float(value(row))))
+        points = [p for p in points if math.isfinite(p[1])]
+        if points:
+            axis.plot(*zip(*points), **style)
 
     figure = Figure(figsize=(18, 4))
     loss, by_bin, rate, speed = figure.subplots(1, 4)
     draw(loss, train, lambda r: r["loss"], lw=0.5, color="0.7", label="training, weighted")
     for split, weights in (("val", "ema"), ("val", "live"), ("train", "ema"), ("train", "live")):
-        part = [r for r in val if (r["split"], r["weights"]) == (split, weights)]
+        part = [r for r in val if (r.get("split"), r.get("weights")) == (split, weights)]
         draw(loss, part, lambda r: r["loss"], label=f"{split}, {weights}", ls="-" if weights == "ema" else ":")
-    held_out = [r for r in val if (r["split"], r["weights"]) == ("val", "ema")]
+    held_out = [r for r in val if (r.get("split"), r.get("weights")) == ("val", "ema")]
     for b in range(BINS):
         colour = (b / BINS, 0.3, 1 - b / BINS)
         draw(by_bin, held_out, lambda r, b=b: r["bins"][b], label=f"t {b * 1000 // BINS}..", color=colour)

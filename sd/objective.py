@@ -36,15 +36,39 @@ def sample_losses(net, batch: Batch, text: torch.Tensor, schedule: NoiseSchedule
 def loss_weight(t: torch.Tensor, schedule: NoiseSchedule, settings: dict) -> torch.Tensor | float:
     """Weight of each sample's loss by its timestep, fp32 [B].
 
-    min_snr: Hang et al. 2023, eq. 8. debiased: 1/sqrt(SNR) on epsilon (Yu et al. 2023, arXiv:2310.08442), which is
-    sqrt(SNR) on x_0's error and so sqrt(SNR)/(SNR + 1) on v's.
+    min_snr: Hang et al. 2023, eq. 8: min(SNR, gamma) on x_0's error, and so min(SNR, gamma)/(SNR + 1) on v's, which is
+    0 where SNR is. min_snr_plus_1: min(SNR, gamma) + 1 on x_0's error. That is the 'SNR + 1' weighting of Salimans & Ho
+    2022 (arXiv:2202.00512, section 4; a constant 1 on v's error) with the cap of Min-SNR on timesteps of little noise:
+    on v's error it is 1 where SNR <= gamma, the last timestep included, and (gamma + 1)/(SNR + 1) elsewhere. debiased:
+    1/sqrt(SNR) on epsilon (Yu et al. 2023, arXiv:2310.08442), which is sqrt(SNR) on x_0's error and so
+    sqrt(SNR)/(SNR + 1) on v's.
     """
     if settings["weighting"] == "debiased":
         snr = schedule.snr(t)
         return snr.rsqrt() if schedule.prediction == "epsilon" else snr.sqrt() / (snr + 1)
     if settings["weighting"] == "min_snr" and settings["gamma"]:
         return schedule.min_snr_weight(t, settings["gamma"])
+    if settings["weighting"] == "min_snr_plus_1" and settings["gamma"]:
+        snr = schedule.snr(t)
+        return (snr.clamp(max=settings["gamma"]) + 1) / (snr if schedule.prediction == "epsilon" else snr + 1)
     return 1.0
+
+
+def describe_weights(schedule: NoiseSchedule, settings: dict) -> str:
+    """One line on loss_weight: its first, middle and last values, and the share of the last twentieth of timesteps;
+    a warning behind it where it gives none to the last timestep."""
+    t = torch.arange(schedule.steps)
+    weights = torch.as_tensor(loss_weight(t, schedule, settings)).double().expand(len(t))
+    at = ", ".join(f"{weights[i]:.3g} at {i}" for i in (0, len(t) // 2, len(t) - 1))
+    share = weights[-len(t) // 20 :].sum() / weights.sum()
+    line = f"loss weights over timesteps ({settings['weighting']}, gamma {settings['gamma']:g}): {at}; the last "
+    line += f"{len(t) // 20} timesteps have {share:.2%} of all"
+    if not weights[-1] > 0:
+        line += (
+            f"\nwarning: --weighting {settings['weighting']} gives the last timestep no weight, and sampling begins "
+            "there: what to paint from pure noise will not be learned; choose min_snr_plus_1 or none"
+        )
+    return line
 
 
 def backward(net, batch: Batch, text: torch.Tensor, schedule: NoiseSchedule, settings: dict, share: float):

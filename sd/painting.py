@@ -132,7 +132,7 @@ def sample_latents(unet, contexts, null_contexts, seeds, shape, **options) -> to
 def decode_latents(vae, latents: torch.Tensor, batch: int, device, dtype=torch.float32) -> np.ndarray:
     """Scaled latents [N, z, h, w] -> uint8 RGB [N, H, W, 3]. InputError if latents or pictures are not finite."""
     if not latents.isfinite().all():
-        raise InputError("the UNet gave latents that are not finite: use --dtype fp32 or bf16, or another checkpoint")
+        raise InputError("the UNet gave latents that are not finite, or its weights are not: try --dtype fp32 or bf16")
     pictures = []
     for part in latents.split(batch):
         images = vae.decode(part.to(device, dtype)).float()  # [B, 3, H, W], -1..1

@@ -5,12 +5,13 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-from sd.data import LatentStore, Split, parse_sources, read_manifest
+from sd.checkpoints import MAX_STEPS
+from sd.data import Batch, LatentStore, Split, parse_sources, read_manifest, validation_batches
 from sd.errors import InputError
 from sd.files import atomic_write, lock_run, sha256
 from sd.objective import Denoiser
 from sd.text import load_tokenizer, tokenizer_hash
-from sd.weights.read import load_vae, open_model
+from sd.weights.read import checkpoint_folders, load_vae, open_model
 from SD_Model import PRESETS, TextEncoder, weights_hash
 
 SMALL_VAE = 64 << 20  # bytes; a VAE up to this goes into each checkpoint, a larger one by name and hash
@@ -62,6 +63,7 @@ class Data(NamedTuple):
     weights: list[float] | None  # of the sources; None: in proportion to their pictures
     vae: dict  # name, hash and config of the VAE that made the latents
     hashes: dict[str, str]  # sha256 of each manifest
+    stores: dict[str, LatentStore]  # by the sources' folders of latents
 
 
 def load_data(settings: dict, text_encoder: TextEncoder, pretouch: bool) -> Data:
@@ -103,10 +105,36 @@ def load_data(settings: dict, text_encoder: TextEncoder, pretouch: bool) -> Data
             )
     hashes = {}
     for s in sources:
-        for folder in (s.dataset, s.latents):
-            name = folder.name if settings["dataset"] else str(folder.relative_to(settings["data_root"]))
+        for what, folder in (("dataset", s.dataset), ("latents", s.latents)):  # whatever the two folders are called
+            name = what if settings["dataset"] else str(Path(s.name) / what)
             hashes[name] = sha256(folder / "manifest.json")
-    return Data(train, val, weights, first["vae"], hashes)
+    return Data(train, val, weights, first["vae"], hashes, {str(s.latents): x for s, x in zip(sources, stores)})
+
+
+def note_held_out(data: Data, settings: dict, say):
+    """Say which sources have no held-out pictures, and what then is validated on."""
+    names = [s.name for s in parse_sources(settings)]
+    empty = [name for name, n in zip(names, data.val.sizes) if n == 0]
+    if empty and settings["val_steps"]:
+        rest = [name for name in names if name not in empty]
+        say(f"note: no held-out pictures in {', '.join(empty)}; validation is on "
+            f"{'those of ' + ', '.join(rest) if rest else 'training pictures alone'}")  # fmt: skip
+
+
+def check_end(step: int, total: int, stop_at: int | None, say):
+    """InputError if a run at `step` of `total` is past where it is asked to end, or too long; says if it is there."""
+    if total > MAX_STEPS:
+        raise InputError(
+            f"at most {MAX_STEPS:,} steps were wanted, found {total:,}; give fewer --max_steps or --epochs"
+        )
+    for flag, end in (("--max_steps (or --epochs)", total), ("--stop_at", stop_at)):
+        if end is not None and end < step:
+            raise InputError(
+                f"the run stands at step {step:,}, and is to end at step {end:,}: give a larger {flag}, or go back to "
+                "an older checkpoint with --resume PATH"
+            )
+    if step == min(total, stop_at or total):
+        say(f"nothing is left to do: the run stands at step {step:,} already")
 
 
 def vae_of_latents(settings: dict, vae_info: dict):
@@ -147,9 +175,18 @@ def init_weights(args, denoiser: Denoiser, ema: Denoiser, prediction: str, vae_h
     return lineage
 
 
+def fixed_batches(val: Split, train: Split, settings: dict, steps: int, say) -> dict[str, list[Batch]]:
+    """What is validated on: batches of held-out and of training pictures, by split; none of a split without any."""
+    batches = {
+        name: validation_batches(split, settings["val_images"], name, settings["seed"], steps, say)
+        for name, split in (("val", val), ("train", train)) if len(split) and settings["val_steps"]
+    }  # fmt: skip
+    return {name: part for name, part in batches.items() if part}
+
+
 def make_run_folder(out: Path, settings: dict, checkpoint: Path | None):
     """Make and lock the run folder; returns the lock, to be kept. InputError if a run is in it or it cannot be made."""
-    holds_run = any((out / "checkpoints").glob("step_????????"))
+    holds_run = bool(checkpoint_folders(out))
     if holds_run and checkpoint is None:
         raise InputError(f"{out} holds a run already: add --resume to go on with it, or choose another --out")
     if holds_run and checkpoint.resolve().parent != (out / "checkpoints").resolve():

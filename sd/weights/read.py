@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,10 +135,21 @@ def checkpoint_problem(folder: Path, skip: tuple[str, ...] = ()) -> str | None:
     return None
 
 
+def checkpoint_step(folder: Path) -> int | None:
+    """The step of a checkpoint folder by its name, `step_` and exactly eight digits; None for any other name."""
+    return int(folder.name[5:]) if re.fullmatch("step_[0-9]{8}", folder.name) else None
+
+
+def checkpoint_folders(run: Path) -> list[Path]:
+    """A run's finished checkpoints by their names, newest first. Copies under other names do not count."""
+    found = [p for p in (run / "checkpoints").glob("step_*") if checkpoint_step(p) is not None]
+    return sorted(found, reverse=True)
+
+
 def newest_checkpoint(run: Path) -> Path:
     """The newest whole checkpoint of a run folder. InputError if there is none."""
     problems = []
-    for folder in sorted((run / "checkpoints").glob("step_*[0-9]"), key=lambda p: int(p.name[5:]), reverse=True):
+    for folder in checkpoint_folders(run):
         problem = checkpoint_problem(folder, skip=("optimizer.pt",))
         if problem is None:
             return folder

@@ -36,6 +36,7 @@ import sd.objective  # noqa: E402
 import sd.parallel  # noqa: E402
 import sd.text  # noqa: E402
 import sd.weights.parts  # noqa: E402
+import sd.weights.read  # noqa: E402
 import SD_Model  # noqa: E402
 import SD_Train  # noqa: E402
 
@@ -232,7 +233,7 @@ def rows(out: Path, name: str = "log.jsonl") -> list[dict]:
 
 def checkpoints(out: Path) -> list[Path]:
     """A run's checkpoints, oldest first."""
-    return sorted((out / "checkpoints").glob("step_????????"))
+    return sd.weights.read.checkpoint_folders(out)[::-1]
 
 
 def contents(checkpoint: Path) -> tuple[dict, dict]:

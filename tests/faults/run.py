@@ -31,9 +31,10 @@ from micro import checkpoints, differences, flags, start, start_ranks, status_of
 import sd.checkpoints  # noqa: E402
 import sd.data  # noqa: E402
 import sd.objective  # noqa: E402
+import sd.weights.tensors  # noqa: E402
 
-STEPS, SAVE = 40, 2
-RUN = ("--max_steps", STEPS, "--save_steps", SAVE, "--keep_last", 3, "--val_steps", 20)
+STEPS, SAVE, LOG = 40, 2, 4  # every other checkpoint is saved in the middle of a line of the log
+RUN = ("--max_steps", STEPS, "--save_steps", SAVE, "--keep_last", 3, "--val_steps", 20, "--log_steps", LOG)
 
 
 class Faults:
@@ -82,14 +83,14 @@ class Faults:
 
 def slow(*_):
     """A hook: each step takes 15 ms more, and each file of a checkpoint a few."""
-    real, real_save = sd.objective.backward, sd.checkpoints.safetensors.torch.save_file
+    real, real_save = sd.objective.backward, sd.weights.tensors.save_tensors
     rebind(sd.objective, "backward", lambda *args: time.sleep(0.015) or real(*args))
 
-    def save_file(*args):
+    def save_tensors(*args):
         real_save(*args)
         time.sleep(0.015)
 
-    sd.checkpoints.safetensors.torch.save_file = save_file
+    rebind(sd.weights.tensors, "save_tensors", save_tensors)
 
 
 def wait_for(condition, pids: list[int], seconds: float = 60) -> bool:
@@ -104,9 +105,10 @@ def wait_for(condition, pids: list[int], seconds: float = 60) -> bool:
     return False
 
 
-def lines(out: Path) -> int:
+def logged(out: Path) -> int:
+    """Steps that the log tells of."""
     path = out / "log.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+    return LOG * path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def new_write(out: Path, seen: set[str]) -> bool:
@@ -122,7 +124,7 @@ def kill(f: Faults, kills: int):
         world = 2 if run % 4 == 3 else 1
         run, out, hits = run + 1, f.new("kill"), 0
         for _ in range(min(5, kills - done)):
-            pids, before = f.begin(out, "--resume", world=world, hook=slow), lines(out)
+            pids, before = f.begin(out, "--resume", world=world, hook=slow), logged(out)
             mode = f.rng.choice(["any", "writing", "writing", "step", "step"])
             if mode == "any":
                 wait_for(lambda: False, pids, f.rng.uniform(0, 2))
@@ -132,7 +134,7 @@ def kill(f: Faults, kills: int):
                 time.sleep(f.rng.uniform(0, 0.04))
             else:
                 steps = f.rng.randint(1, 12)
-                wait_for(lambda out=out, before=before, steps=steps: lines(out) >= before + steps, pids, 5)
+                wait_for(lambda out=out, before=before, steps=steps: logged(out) >= before + steps, pids, 5)
                 time.sleep(f.rng.uniform(0, 0.02))
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)  # so that what was hit can be looked at
@@ -154,7 +156,7 @@ def signals(f: Faults, times: int = 10):
     for i in range(times):
         kind, out = (signal.SIGTERM, signal.SIGINT)[i % 2], f.new("signal")
         pids = f.begin(out, hook=slow, world=1 + i % 4 // 2)
-        wait_for(lambda out=out: lines(out) >= f.rng.randint(1, 20), pids)
+        wait_for(lambda out=out: logged(out) >= f.rng.randint(1, 20), pids)
         for n in range(3):  # the first stops it; the others come into the save
             for pid in pids:
                 os.kill(pid, kind) if n == 0 or i % 3 else None
@@ -242,7 +244,7 @@ def one_rank(f: Faults, times: int = 3):
              str(Path(__file__).parent / "micro.py"), "--slow", *argv],
             env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        wait_for(lambda out=out: lines(out) >= f.rng.randint(3, 15), [process.pid], 120)
+        wait_for(lambda out=out: logged(out) >= f.rng.randint(3, 15), [process.pid], 120)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         ranks = {}
         for child in children:
@@ -278,7 +280,7 @@ def nan(f: Faults):
                 rebind(sd.data, "make_batch", make_batch)
 
             out, faults = f.new("nan"), []
-            status = f.train(out, "--max_skipped", 5, world=2, hook=hook)
+            status = f.train(out, "--max_skipped", 5, "--log_steps", 1, world=2, hook=hook)
             skipped = [row["step"] - 1 for row in micro.rows(out) if row["skipped"]]
             wanted = sorted(steps)[:3] if len(steps) == 3 else sorted(steps)[:4]  # the fifth in a row ends it
             if skipped != wanted or status != (1 if len(steps) > 3 else 0):
