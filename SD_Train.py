@@ -312,6 +312,8 @@ def resolve(args, saved: dict | None) -> dict:
             raise InputError(f"--{name} wants a number from 0 to 1, found {settings[name]}")
     if not settings["latent_fraction"]:
         raise InputError("--latent_fraction wants a number above 0, found 0: there would be nothing to train on")
+    if settings["epochs"] > 1e9:  # whose pictures may be no finite number
+        raise InputError(f"--epochs wants a number up to a billion, found {settings['epochs']:g}")
     if not math.isfinite(settings["sample_cfg"]):
         raise InputError(f"--sample_cfg wants a finite number, found {settings['sample_cfg']}")
     for name in ("beta1", "beta2"):
