@@ -1,5 +1,6 @@
 # Two commands: `make demo` and `make test`. Both first make .venv and install requirements into it.
 # A machine with its own torch: `make demo PYTHON=python3 VENV=none` uses that Python as it is and installs nothing.
+# `make help` prints the targets with the words behind their ##.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,26 +12,29 @@ endif
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test test_slow faults lint clean_demo
+.PHONY: demo test test_slow faults lint clean_demo help
 
-demo: $(VENV)/installed
+demo: $(VENV)/installed  ## draw pictures, train on them, paint, and check the result: 8 minutes on two CPU cores
 	$(PY) demo/run.py
 
-test: $(VENV)/installed_dev
+test: $(VENV)/installed_dev  ## check style and run the tests: 12 minutes on two CPU cores
 	$(PY) -m ruff check . && $(PY) -m ruff format --check .
 	$(PY) -m pytest
 
-test_slow: $(VENV)/installed_dev
+test_slow: $(VENV)/installed_dev  ## run the tests that take minutes or gigabytes
 	$(PY) -m pytest -m "slow and not gpu"
 
-faults: $(VENV)/installed_dev
+faults: $(VENV)/installed_dev  ## attack real trainings and count what they survive (docs/FAULTS.md)
 	$(PY) tests/faults/run.py
 
-lint: $(VENV)/installed_dev
+lint: $(VENV)/installed_dev  ## check style alone
 	$(PY) -m ruff check . && $(PY) -m ruff format --check .
 
-clean_demo:
+clean_demo:  ## remove what the demo made
 	rm -r runs/demo
+
+help:  ## list these targets
+	@awk -F ':.*## ' '/^[a-z_]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 .venv/installed: requirements.txt
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
