@@ -16,8 +16,6 @@ moment goes on as if nothing had happened.
 """
 
 import argparse
-import contextlib
-import copy
 import gc
 import json
 import math
@@ -26,8 +24,6 @@ import shlex
 import signal
 import sys
 import threading
-import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,34 +34,31 @@ import torch.nn.functional as F
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from sd.checkpoints import Checkpointer, HostCopy, Progress, find_checkpoint, load_optimizer, load_weights
-from sd.data import Batch, BucketOrder, Prefetcher, SampleOrder, check_seed, make_batch
-from sd.device import check_agreement, peak_flops, setup_device, sum_over_ranks
+from sd.checkpoints import find_checkpoint
+from sd.data import Batch, Prefetcher, check_seed, make_batch
+from sd.device import Place, check_agreement, peak_flops, setup_device, sum_over_ranks
 from sd.errors import InputError, run
-from sd.fused import apply
 from sd.inputs import agreed_flags, agreed_inputs, check_inputs, crc, hash_inputs
-from sd.kernels import available
-from sd.log import Log, Window, plot_run
-from sd.objective import BINS, Denoiser, describe_weights, in_autocast, validate
-from sd.optim import clip_limit, ema_decay, lr_at, make_optimizer
+from sd.log import Window
+from sd.objective import BINS, Denoiser, describe_weights, validate
+from sd.optim import clip_limit, ema_decay, lr_at
 from sd.painting import sample_grid, sample_prompts
-from sd.plan import choose_grad_checkpoint, dry_run, mean_flops, plan_batches, rank_positions
+from sd.plan import Plan, choose_grad_checkpoint, dry_run, make_plan, mean_flops, rank_positions
+from sd.run_folder import RunFolder
 from sd.setup import (
-    SMALL_VAE,
-    absolute,
-    check_end,
+    Data,
+    describe_data,
     fixed_batches,
-    git_revision,
-    init_weights,
+    fresh_unet,
     load_data,
     load_text_encoder,
-    make_run_folder,
-    note_held_out,
+    open_trained,
+    text_for,
     vae_of_latents,
 )
 from sd.speed import TRACED, train_benchmark, warm_up_steps
 from sd.step import MicroSteps, Update, peak_memory, wrap
-from SD_Model import PRESETS, NoiseSchedule, UNet, count_parameters
+from SD_Model import PRESETS, NoiseSchedule, count_parameters
 
 # ----------------------------------------------------------------------------------------------------------------
 # Phases: how a network is trained. Flags override a row; the row's name or number selects it.
@@ -156,6 +149,10 @@ CHANGEABLE = set(
     "dataset latents data_root vae text_encoder tokenizer max_steps epochs lr batch accumulate grad_checkpoint kernels "
     "compress_gradients peer_copies dtype channels_last save_steps keep_last keep_every val_steps val_images "
     "sample_steps sample_prompts sample_cfg log_steps max_skipped wandb".split()
+)
+TOO_MANY_SKIPPED = (
+    "error: {} steps in a row had gradients that are not finite; look for NaN in the latents, lower --lr, or go on "
+    "from an older checkpoint with --resume PATH"
 )
 
 
@@ -335,6 +332,22 @@ def resolve(args, saved: dict | None) -> dict:
     return settings
 
 
+def for_device(settings: dict, device: torch.device) -> dict:
+    """The settings with what the device decides where no flag does."""
+    cuda = device.type == "cuda"
+    settings["dtype"] = settings["dtype"] or ("bf16" if cuda else "fp32")
+    if settings["channels_last"] is None:
+        settings["channels_last"] = cuda
+    return settings
+
+
+def in_words(row: dict) -> str:
+    """A line of the log, for the progress bar."""
+    loss = "none" if row["loss"] is None else f"{row['loss']:.4f}"
+    mfu = f", MFU {row['mfu']:.1%}" if "mfu" in row else ""
+    return f"loss {loss}, lr {row['lr']:.1e}, {row['images_per_s']:.1f} img/s{mfu}"
+
+
 def resume_command(argv: list[str]) -> str:
     """The command line that goes on with this run."""
     words, dropped = [], False
@@ -356,190 +369,109 @@ def resume_command(argv: list[str]) -> str:
 # ----------------------------------------------------------------------------------------------------------------
 
 
+def loader_of(data: Data, plan: Plan, settings: dict, null_ids, timesteps: int, place: Place, first: int, end: int):
+    """This process's micro-batches of the steps from first to end, made ahead in a thread."""
+
+    def batch_at(positions: np.ndarray) -> Batch:
+        return make_batch(
+            data.train, plan.order, positions, null_ids, settings["drop"], settings["seed"], timesteps,
+            settings["offset_noise"],
+        )  # fmt: skip
+
+    cut = settings["batch"], settings["accumulate"], place.rank, place.world
+    return Prefetcher(batch_at, rank_positions(first, end, plan.global_batch, *cut), place.device)
+
+
+def stop_on_signals() -> threading.Event:
+    """Set by SIGTERM and Ctrl-C. The first asks for a save at the next step boundary; later ones change nothing, so
+    that none can break the save."""
+    stop = threading.Event()
+    for s in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(s, lambda *_: stop.set())
+    return stop
+
+
 def main(argv=None):
     args = parse_args(argv)
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     disable_progress_bar()  # of transformers, whose bars would break ours
     out = Path(args.out or f"runs/{phase_named(args.phase)}")
-    device, rank, world, local = setup_device(args.device)
-    say = print if rank == 0 else lambda *a, **k: None
+    place = setup_device(args.device)
+    device, rank, world, local = place
+    say = print if place.first else lambda *a, **k: None
 
     # What to do: the settings, and the checkpoint to go on from.
     checkpoint = find_checkpoint(out, args.resume, say) if args.resume else None
     saved = json.loads((checkpoint / "state.json").read_text()) if checkpoint else None
-    settings = resolve(args, saved and saved["settings"])
-    settings["dtype"] = settings["dtype"] or ("bf16" if device.type == "cuda" else "fp32")
-    if settings["channels_last"] is None:
-        settings["channels_last"] = device.type == "cuda"
+    settings = for_device(resolve(args, saved and saved["settings"]), device)
     check_agreement(agreed_flags(args, settings, saved), device, world)
-    memory = torch.channels_last if settings["channels_last"] else torch.contiguous_format
     schedule = NoiseSchedule(
         settings["betas"], prediction=settings["prediction"], zero_terminal_snr=settings["zero_terminal_snr"]
     )
     say(describe_weights(schedule, settings))
 
-    # Networks and data. Fresh weights are drawn on the CPU from the seed, so that every device and rank starts alike.
-    torch.manual_seed(settings["seed"])
-    unet = UNet(PRESETS[settings["model"]]["unet"], settings["zero_init"])
-    if args.compress_gradients and device.type != "cuda":
-        raise InputError(f"--compress_gradients wants NVIDIA GPUs, found {device}; drop the flag")
-    if args.kernels and not available(device):
-        raise InputError(f"--kernels wants an NVIDIA GPU of 2020 or later and Triton, found {device}; drop the flag")
-    if args.kernels is None:  # also on resume, which may be on another machine
-        settings["kernels"] = available(device)
-    if settings["kernels"]:
-        apply(unet)
+    # Networks, data, and the plan made of both.
+    unet = fresh_unet(args, settings, device)
     if args.benchmark and args.data_root is args.dataset is args.data is None:
         unet.set_grad_checkpoint(choose_grad_checkpoint(settings, Denoiser(unet, None), None, device, say))
-        plain = Denoiser(unet, None)
-        return train_benchmark(args.benchmark, settings, plain, schedule, memory, device, rank, world, args.trace)
+        return train_benchmark(args.benchmark, settings, Denoiser(unet, None), schedule, place, args.trace)
     text_encoder = load_text_encoder(settings, checkpoint)
-    trains_text = settings["train_text_encoder"]
-    text_encoder.requires_grad_(trains_text)
-    denoiser = Denoiser(unet, text_encoder if trains_text else None)
+    text_encoder.requires_grad_(settings["train_text_encoder"])
+    denoiser = Denoiser(unet, text_encoder if settings["train_text_encoder"] else None)
     data = load_data(settings, text_encoder, pretouch=local == 0)
-    train, val = data.train, data.val
-    say(f"data: {len(train):,} training and {len(val):,} held-out pictures; {train.missing + val.missing:,} without a "
-        f"latent, {train.unreadable:,} unreadable latent files")  # fmt: skip
-    note_held_out(data, settings, say)
-    inputs = hash_inputs(data, text_encoder, trains_text)
+    describe_data(data, settings, say)
+    inputs = hash_inputs(data, text_encoder, settings["train_text_encoder"])
     if saved:
         check_inputs(saved, data, inputs, say)
-    order = SampleOrder(train.sizes, data.weights, settings["seed"])
-    global_batch = plan_batches(settings, world, saved and saved["global_batch"], args.accumulate is not None)
-    if len(train.shapes) > 1:
-        order = BucketOrder(order, train.shape, global_batch)
+    plan = make_plan(args, settings, data, saved, world, say)
     unet.set_grad_checkpoint(choose_grad_checkpoint(settings, denoiser, text_encoder, device, say))
-    total = settings["max_steps"] or int(settings["epochs"] * order.epoch_size) // global_batch
-    if total < 1:
-        raise InputError(f"{settings['epochs']} epochs of {order.epoch_size} pictures make no step of {global_batch}")
-    check_end(saved["step"] if saved else 0, total, args.stop_at, say)
-    if len(train.shapes) > 1:
-        showings = np.bincount(train.shape, minlength=len(train.shapes)) * total * global_batch / order.epoch_size
-        rare = ", ".join(f"{h} x {w}" for (_, h, w), n in zip(train.shapes, showings) if n < global_batch)
-        say(f"shapes: {len(train.shapes)}; too rare for a step of {global_batch} in this run: {rare or 'none'}")
-    micro, accumulate, null_ids = settings["batch"], settings["accumulate"], text_encoder.tokenize([""])[0].numpy()
-
-    @torch.no_grad()
-    def text_of(ids: torch.Tensor) -> torch.Tensor:
-        """What the denoiser wants of the text: ids if it trains the text encoder, else the frozen encoder's context."""
-        return ids if trains_text else in_autocast(text_encoder, device, settings["dtype"])(ids)
-
-    def next_batches(positions: np.ndarray) -> Batch:
-        return make_batch(
-            train, order, positions, null_ids, settings["drop"], settings["seed"], schedule.steps,
-            settings["offset_noise"],
-        )  # fmt: skip
-
-    def loader_of(first: int, end: int) -> Prefetcher:
-        """This rank's micro-batches of the steps from first to end."""
-        positions = rank_positions(first, end, global_batch, micro, accumulate, rank, world)
-        return Prefetcher(next_batches, positions, device)
-
+    text_of, null_ids = text_for(text_encoder, settings, device), text_encoder.tokenize([""])[0].numpy()
+    shapes, sampled = len(data.train.shapes), (data, plan, settings, null_ids, schedule.steps, place)
     if args.benchmark:
         text_encoder.to(device).eval()
-        steps = args.benchmark + warm_up_steps(args.benchmark, len(train.shapes)) + (TRACED if args.trace else 0)
-        return train_benchmark(
-            args.benchmark, settings, denoiser, schedule, memory, device, rank, world, args.trace, loader_of(0, steps),
-            text_of, len(train.shapes),
-        )  # fmt: skip
+        steps = args.benchmark + warm_up_steps(args.benchmark, shapes) + (TRACED if args.trace else 0)
+        loader = loader_of(*sampled, 0, steps)
+        return train_benchmark(args.benchmark, settings, denoiser, schedule, place, args.trace, loader, text_of, shapes)
     if args.dry_run:
-        return dry_run(out, settings, denoiser, text_encoder, total, global_batch, order, device) if rank == 0 else None
+        return dry_run(out, settings, denoiser, text_encoder, plan, device) if place.first else None
     vae = vae_of_latents(settings, data.vae) if settings["sample_steps"] or settings["vae"] else None
-    prompts = sample_prompts(settings, val if len(val) else train)
+    prompts = sample_prompts(settings, data.val if len(data.val) else data.train)
 
-    # Weights, optimizer and progress: from the checkpoint, from --init_from, or fresh.
-    ema = copy.deepcopy(denoiser).requires_grad_(False).eval()
-    if checkpoint:
-        load_weights(checkpoint, denoiser, ema)
-        progress = Progress.resumed(saved, rank)
-    else:
-        progress = Progress()
-        if args.init_from:
-            progress.lineage = init_weights(args, denoiser, ema, settings["prediction"], data.vae["hash"], say)
-        progress.lineage.append({"phase": settings["phase"], "data": data.hashes, "images": 0,
-                                 "revision": git_revision(), "torch": torch.__version__})  # fmt: skip
-    denoiser.to(device, memory_format=memory).train()
-    ema.to(device, memory_format=memory)
+    # What training changes, and how a step changes it.
+    trained = open_trained(args, settings, denoiser, data, checkpoint, saved, place, say)
+    ema, progress = trained.ema, trained.progress
     text_encoder.to(device).eval()
-    optimizer = make_optimizer(denoiser, settings)
-    if checkpoint:
-        load_optimizer(checkpoint, optimizer)
     if world > 1:
-        agreed = {"the number of steps": total, "settings": crc(settings)}
+        agreed = {"the number of steps": plan.total, "settings": crc(settings)}
         check_agreement(agreed | agreed_inputs(data, inputs, checkpoint, denoiser, ema), device, world)
-    update = Update(optimizer, denoiser, ema, settings, world)
-    lock = make_run_folder(out, settings, checkpoint) if rank == 0 else None  # nothing was written before this line
+    update = Update(trained.optimizer, denoiser, ema, settings, world)
+    folder = None  # the first process alone writes, and nothing before this line
+    if place.first:
+        folder = RunFolder(out, settings, checkpoint, trained, plan, data, inputs, schedule, text_encoder, vae)
     model = wrap(denoiser, settings, world)
-    micro_steps = MicroSteps(model, text_of, schedule, settings, update, device, say, len(train.shapes))
-
-    fixed = fixed_batches(val, train, settings, schedule.steps, say)
-    saver, log, to_host = None, None, None
-    if rank == 0:
-        to_host = HostCopy(pin=device.type == "cuda", size=16 * count_parameters(denoiser)[1])  # live, EMA, 2 x Adam
-        saver = Checkpointer(out / "checkpoints", settings["keep_last"], settings["keep_every"], progress.step, print)
-        log = Log(out, settings, progress.step)
+    micro_steps = MicroSteps(model, text_of, schedule, settings, update, device, say, shapes)
+    fixed = fixed_batches(data.val, data.train, settings, schedule.steps, say)
     say(f"settings: {json.dumps(settings)}")
-    say(f"{settings['phase']}: {total:,} steps of {global_batch} images ({world} x {micro} x {accumulate}), "
-        f"{total * global_batch / order.epoch_size:.2f} epochs; UNet {count_parameters(unet)[1]:,} parameters; "
+    say(f"{settings['phase']}: {plan.total:,} steps of {plan.global_batch} images ({world} x {settings['batch']} x "
+        f"{settings['accumulate']}), {plan.epochs:.2f} epochs; UNet {count_parameters(unet)[1]:,} parameters; "
         f"{device}, {settings['dtype']}; from step {progress.step:,}")  # fmt: skip
 
-    def snapshot() -> dict:
-        """Everything a checkpoint holds, copied to host memory."""
-        modules = {"unet": denoiser.unet, "unet_ema": ema.unet}
-        if trains_text:
-            modules |= {"text_encoder": denoiser.text_encoder, "text_encoder_ema": ema.text_encoder}
-        small = vae is not None and count_parameters(vae)[1] * 4 <= SMALL_VAE
-        vae_name, images = settings["vae"] or data.vae["name"], progress.step * global_batch
-        progress.lineage[-1]["images"] = images
-        parts = to_host({"weights": {name: m.state_dict() for name, m in modules.items()},
-                         "optimizer": optimizer.state_dict()})  # fmt: skip
-        to_host.wait()
-        return parts | {
-            "text_encoder": text_encoder,
-            "vae": vae if small else None,
-            "model": {
-                "format": "checkpoint-1",
-                "preset": settings["model"],
-                "unet": asdict(unet.config),
-                "schedule": schedule.config,
-                "size": settings["size"],
-                "text_encoder": "text_encoder" if trains_text else absolute(settings["text_encoder"]),
-                "vae": "vae" if small else {"path": absolute(vae_name), "hash": data.vae["hash"]},
-            },
-            "state": progress.state() | {
-                "seen": seen_by_all,
-                "images": images,
-                "epoch": images / order.epoch_size,
-                "global_batch": global_batch,
-                "data": data.hashes,
-                "inputs": inputs,
-                "vae": data.vae["hash"],
-                "settings": dict(settings),
-            },
-        }  # fmt: skip
-
-    # The first signal asks for a save at the next step boundary; later ones change nothing, so none can break the save.
-    stop = threading.Event()
-    for s in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(s, lambda *_: stop.set())
-
-    peak = peak_flops(device)
-    flops = 3 * mean_flops(unet.config, train) if peak else None
-    first, end = progress.step, min(total, args.stop_at or total)
-    loader = loader_of(first, end)
-    bar = tqdm(total=total, initial=first, disable=rank != 0, unit="step", dynamic_ncols=True, mininterval=1.0)
+    stop, peak = stop_on_signals(), peak_flops(device)
+    flops = 3 * mean_flops(unet.config, data.train) if peak else None
+    loader = loader_of(*sampled, plan.first, plan.end)
+    bar = tqdm(total=plan.total, initial=plan.first, disable=not place.first, unit="step", dynamic_ncols=True,
+               mininterval=1.0)  # fmt: skip
     try:
-        while progress.step < end:
+        while progress.step < plan.end:
             # One optimizer step: the gradients of the mean loss over the global batch, however it is cut.
-            lr = lr_at(progress.step, total, settings)
+            lr = lr_at(progress.step, plan.total, settings)
             if unet.config.dropout:
                 key = [settings["seed"], progress.step, rank]
                 torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
             stats = torch.zeros(1 + 2 * BINS, device=device)  # stop flag, losses and counts by timestep bin
-            for a in range(accumulate):
+            for a in range(settings["accumulate"]):
                 batch = loader.next()
-                losses = micro_steps(batch, first=a == 0, last=a == accumulate - 1)
+                losses = micro_steps(batch, first=a == 0, last=a == settings["accumulate"] - 1)
                 bins = F.one_hot(batch.t * BINS // schedule.steps, BINS).float()  # [B, BINS]
                 stats[1 : 1 + BINS] += losses @ bins
                 stats[1 + BINS :] += bins.sum(dim=0)
@@ -550,83 +482,64 @@ def main(argv=None):
             if world > 1:
                 dist.all_reduce(stats)
             norm, (stopping, *sums) = norm.item(), stats.tolist()  # the step's one wait for the device
-            if math.isfinite(norm):  # the same on all ranks
-                progress.updates, progress.skipped = progress.updates + 1, 0
-                progress.mean_norm += (min(norm, limit) - progress.mean_norm) * (0.01 if progress.mean_norm else 1)
-            else:
+            if not progress.advance(norm, limit, sums):  # the same on all ranks
                 update.skipped()
-                progress.skipped += 1
-                say(f"\nwarning: step {progress.step + 1} skipped, its gradients are not finite "
+                say(f"\nwarning: step {progress.step} skipped, its gradients are not finite "
                     f"({progress.skipped} in a row)")  # fmt: skip
             micro_steps.end()
-            progress.step += 1
-            progress.window.add(sums, norm, progress.skipped > 0)
             bar.update()
             if progress.skipped >= settings["max_skipped"]:
-                raise SystemExit(
-                    f"error: {progress.skipped} steps in a row had gradients that are not finite; look for NaN in the "
-                    "latents, lower --lr, or go on from an older checkpoint with --resume PATH"
-                    if rank == 0
-                    else 1
-                )
+                raise SystemExit(TOO_MANY_SKIPPED.format(progress.skipped) if place.first else 1)
 
+            # What is due after it: a line of the log, validation, pictures, a checkpoint.
             step = progress.step
-            done = step == end or stopping
+            done = step == plan.end or stopping
             logging, saving = step % settings["log_steps"] == 0, done or step % settings["save_steps"] == 0
+            validating, painting = (
+                settings[n] and (step % settings[n] == 0 or step == plan.total) for n in ("val_steps", "sample_steps")
+            )
             if logging or saving:
-                seen_by_all = sum_over_ranks(progress.seen, device, world)
+                seen = sum_over_ranks(progress.seen, device, world)
             if logging:
-                row = progress.window.row(step, global_batch, order.epoch_size, lr) | {"seen": f"{seen_by_all:016x}"}
-                speed = f"{row['images_per_s']:.1f} img/s"
+                row = progress.window.row(step, plan.global_batch, plan.order.epoch_size, lr) | {"seen": f"{seen:016x}"}
                 if peak:
                     row["mfu"] = row["images_per_s"] / world * flops / peak
-                    speed += f", MFU {row['mfu']:.1%}"
-                loss = "none" if row["loss"] is None else f"{row['loss']:.4f}"
-                bar.set_postfix_str(f"loss {loss}, lr {lr:.1e}, {speed}")
-                if log:
-                    log.write("log.jsonl", row)
+                bar.set_postfix_str(in_words(row))
+                if folder:
+                    folder.log.write("log.jsonl", row)
                 progress.window = Window()
-            validating, painting = (
-                settings[n] and (step % settings[n] == 0 or step == total) for n in ("val_steps", "sample_steps")
-            )
-            if validating or painting or saving or step == first + 1:  # where whatever it lacks is seen at once
+            if validating or painting or saving or step == plan.first + 1:  # where whatever it lacks is seen at once
                 update.complete()
             if validating:
-                for weights_name, module in (("live", denoiser), ("ema", ema)):
+                for weights, module in (("live", denoiser), ("ema", ema)):
                     for split, part in fixed.items():
-                        result = validate(
-                            module, settings["dtype"], part, text_of, schedule, micro, device, rank, world
-                        )
-                        if log:
-                            row = {"step": step, "images": step * global_batch, "split": split, "weights": weights_name}
-                            log.write("validation.jsonl", row | result)
-            if rank == 0 and painting:
+                        result = validate(module, settings, part, text_of, schedule, place)
+                        if folder:
+                            row = {"step": step, "images": step * plan.global_batch, "split": split, "weights": weights}
+                            folder.log.write("validation.jsonl", row | result)
+            if folder and painting:
                 path = out / "samples" / f"step_{step:08d}.png"
                 sample_grid(path, ema, text_encoder, vae, schedule, prompts, settings, device)
-                log.picture(path, step)
-            if rank == 0 and saving:
-                started = time.perf_counter()
-                saver.save(step, snapshot)
-                say(f"\ncheckpoint {step:,}: training waited {time.perf_counter() - started:.2f} s for the copy")
-            if step == first + 2 and device.type == "cuda":  # Adam's state is there from the first step's end
+                folder.log.picture(path, step)
+            if folder and saving:
+                folder.save(seen)
+            if step == plan.first + 2 and device.type == "cuda":  # Adam's state is there from the first step's end
                 say(f"\npeak memory: {peak_memory(update):.2f} GiB")
             if done:
                 break
     finally:
         loader.close()
         bar.close()
-        if saver:
-            saver.wait()
-    if rank == 0:
-        with contextlib.suppress(OSError):  # a full disk
-            plot_run(out)
-        log.close()
-        if progress.step < total:
+        if folder:
+            folder.saver.wait()
+    if folder:
+        folder.close()
+        if progress.step < plan.total:
             command = resume_command(sys.argv[1:] if argv is None else argv)
-            say(f"stopped after step {progress.step:,} of {total:,}; go on with:\n  {command}")
+            say(f"stopped after step {progress.step:,} of {plan.total:,}; go on with:\n  {command}")
         else:
-            say(f"done: {total:,} steps, {total * global_batch:,} images; {out}/checkpoints/step_{progress.step:08d}")
-        lock.close()
+            images = plan.total * plan.global_batch
+            say(f"done: {plan.total:,} steps, {images:,} images; {out}/checkpoints/step_{progress.step:08d}")
     if world > 1:
         dist.barrier()
         # DDP goes first. Were it the group's last owner, its destructor would wait, with Python's lock in hand, for
@@ -634,7 +547,7 @@ def main(argv=None):
         del model, micro_steps
         gc.collect()
         dist.destroy_process_group()
-    if saver and saver.failed_last:
+    if folder and folder.saver.failed_last:
         raise SystemExit("error: the last checkpoint could not be written; free some disk and run again with --resume")
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import json
+import math
 import os
 import pickle
 import shutil
@@ -262,6 +263,19 @@ class Progress:
     seen: int = 0  # sum modulo 2^64 of seen_hash, this rank's share
     lineage: list[dict] = field(default_factory=list)  # the phases up to this one
     window: Window = field(default_factory=Window)  # of the log
+
+    def advance(self, norm: float, limit: float, sums: list[float]) -> bool:
+        """One step on: whether it was taken. A step whose gradients' norm is not finite counts and is skipped. limit:
+        the largest norm let through; sums: see Window.add."""
+        taken = math.isfinite(norm)
+        if taken:
+            self.updates, self.skipped = self.updates + 1, 0
+            self.mean_norm += (min(norm, limit) - self.mean_norm) * (0.01 if self.mean_norm else 1)
+        else:
+            self.skipped += 1
+        self.step += 1
+        self.window.add(sums, norm, not taken)
+        return taken
 
     def state(self) -> dict:
         """For state.json; `seen` is to be the sum over ranks there."""

@@ -1,6 +1,7 @@
 """Devices and processes: which there are, how fast they can be, and whether all agree."""
 
 import os
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -72,8 +73,22 @@ def find_ranks(environ) -> tuple[int, int, int]:
     return numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"]
 
 
-def setup_device(name: str | None) -> tuple[torch.device, int, int, int]:
-    """Device, rank, world size, local rank. With several processes, joins their group (NCCL on CUDA, else gloo)."""
+class Place(NamedTuple):
+    """Where a process runs."""
+
+    device: torch.device
+    rank: int  # of all processes
+    world: int  # how many processes there are
+    local: int  # rank on this machine
+
+    @property
+    def first(self) -> bool:
+        """The one process that writes files and speaks."""
+        return self.rank == 0
+
+
+def setup_device(name: str | None) -> Place:
+    """This process's place. With several processes, joins their group (NCCL on CUDA, else gloo)."""
     rank, world, local = find_ranks(os.environ)
     device = pick_device(name)
     if device.type == "cuda" and local >= torch.cuda.device_count():
@@ -87,7 +102,7 @@ def setup_device(name: str | None) -> tuple[torch.device, int, int, int]:
         torch.backends.cudnn.benchmark = True
     if world > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return device, rank, world, local
+    return Place(device, rank, world, local)
 
 
 def check_agreement(values: dict[str, int], device, world: int):

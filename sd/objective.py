@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sd.data import Batch
+from sd.device import Place
 from SD_Model import NoiseSchedule, TextEncoder, UNet
 
 BINS = 10  # of timesteps, equal widths, in logs and curves
@@ -89,25 +90,20 @@ def in_autocast(net, device: torch.device, dtype: str):
 
 
 @torch.no_grad()
-def validate(
-    module: Denoiser, dtype: str, batches: list[Batch], text_of, schedule, micro: int, device, rank: int, world: int
-):
+def validate(module: Denoiser, settings: dict, batches: list[Batch], text_of, schedule: NoiseSchedule, place: Place):
     """Unweighted mean squared error of fixed Batches, whole and by timestep bin. Ranks share the work and agree."""
-    sums, net, was_training = (
-        torch.zeros(2, BINS, dtype=torch.float64),
-        in_autocast(module, device, dtype),
-        module.training,
-    )
+    device, micro, was_training = place.device, settings["batch"], module.training
+    sums, net = torch.zeros(2, BINS, dtype=torch.float64), in_autocast(module, device, settings["dtype"])
     module.eval()  # no dropout, which would draw random numbers too
     parts = [(batch, i) for batch in batches for i in range(0, len(batch.t), micro)]
-    for batch, i in parts[rank::world]:
+    for batch, i in parts[place.rank :: place.world]:
         part = batch.map(lambda x, i=i: x[i : i + micro].to(device))
         error = sample_losses(net, part, text_of(part.ids), schedule).double().cpu()  # [B]
         bins = part.t.cpu() * BINS // schedule.steps
         sums[0].index_add_(0, bins, error)
         sums[1].index_add_(0, bins, torch.ones_like(error))
     module.train(was_training)
-    if world > 1:
+    if place.world > 1:
         sums = sums.to(device)
         dist.all_reduce(sums)
         sums = sums.cpu()

@@ -3,17 +3,20 @@
 import json
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from sd.data import SampleOrder, Split
+from sd.checkpoints import MAX_STEPS
+from sd.data import BucketOrder, SampleOrder, Split
 from sd.errors import InputError
 from sd.fused import apply, multiplied
 from sd.objective import Denoiser, in_autocast
 from sd.optim import lr_at
+from sd.setup import Data
 from sd.step import copies_weights
 from SD_Model import PRESETS, ResBlock, SpatialTransformer, TextEncoder, UNet, UNetConfig, count_parameters
 
@@ -39,6 +42,55 @@ def mean_flops(config: UNetConfig, split: Split) -> float:
     counts, tokens = np.bincount(split.shape, minlength=len(split.shapes)), split.ids.shape[1]
     each = [unet_flops(config, (config.in_channels, *shape[1:]), tokens) for shape in split.shapes]
     return float(np.average(each, weights=counts))
+
+
+class Plan(NamedTuple):
+    """Which samples a run takes, in which steps."""
+
+    order: SampleOrder | BucketOrder
+    global_batch: int  # samples of an optimizer step, over all processes
+    total: int  # optimizer steps of the whole run
+    first: int  # optimizer steps behind us
+    end: int  # where this call stops
+
+    @property
+    def epochs(self) -> float:
+        return self.total * self.global_batch / self.order.epoch_size
+
+
+def make_plan(args, settings: dict, data: Data, saved: dict | None, world: int, say) -> Plan:
+    """The plan of a run that begins, or goes on from `saved`, its state.json. On resume the global batch stays, and
+    settings["accumulate"] follows the number of processes. InputError if it makes no step or has its end behind it."""
+    order, train = SampleOrder(data.train.sizes, data.weights, settings["seed"]), data.train
+    global_batch = plan_batches(settings, world, saved and saved["global_batch"], args.accumulate is not None)
+    if len(train.shapes) > 1:
+        order = BucketOrder(order, train.shape, global_batch)
+    total = settings["max_steps"] or int(settings["epochs"] * order.epoch_size) // global_batch
+    if total < 1:
+        raise InputError(f"{settings['epochs']} epochs of {order.epoch_size} pictures make no step of {global_batch}")
+    first = saved["step"] if saved else 0
+    check_end(first, total, args.stop_at, say)
+    if len(train.shapes) > 1:
+        showings = np.bincount(train.shape, minlength=len(train.shapes)) * total * global_batch / order.epoch_size
+        rare = ", ".join(f"{h} x {w}" for (_, h, w), n in zip(train.shapes, showings) if n < global_batch)
+        say(f"shapes: {len(train.shapes)}; too rare for a step of {global_batch} in this run: {rare or 'none'}")
+    return Plan(order, global_batch, total, first, min(total, args.stop_at or total))
+
+
+def check_end(step: int, total: int, stop_at: int | None, say):
+    """InputError if a run at `step` of `total` is past where it is asked to end, or too long; says if it is there."""
+    if total > MAX_STEPS:
+        raise InputError(
+            f"at most {MAX_STEPS:,} steps were wanted, found {total:,}; give fewer --max_steps or --epochs"
+        )
+    for flag, end in (("--max_steps (or --epochs)", total), ("--stop_at", stop_at)):
+        if end is not None and end < step:
+            raise InputError(
+                f"the run stands at step {step:,}, and is to end at step {end:,}: give a larger {flag}, or go back to "
+                "an older checkpoint with --resume PATH"
+            )
+    if step == min(total, stop_at or total):
+        say(f"nothing is left to do: the run stands at step {step:,} already")
 
 
 def plan_batches(settings: dict, world: int, saved_global: int | None, given_accumulate: bool) -> int:
@@ -165,13 +217,13 @@ def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncode
     return parts | {"peak": parts["weights"] + parts["Adam"] + parts["EMA"] + beside}
 
 
-def dry_run(out: Path, settings, denoiser, text_encoder, total: int, global_batch: int, order: SampleOrder, device):
+def dry_run(out: Path, settings: dict, denoiser: Denoiser, text_encoder: TextEncoder, plan: Plan, device):
     """Print the resolved configuration and the plan; draw the learning rate."""
     from matplotlib.figure import Figure
 
     print(json.dumps(settings, indent=1))
-    epochs = total * global_batch / order.epoch_size
-    print(f"{total:,} steps of {global_batch} images, {epochs:.2f} epochs of {order.epoch_size:,}")
+    total = plan.total
+    print(f"{total:,} steps of {plan.global_batch} images, {plan.epochs:.2f} epochs of {plan.order.epoch_size:,}")
     saves = sorted({*range(settings["save_steps"], total + 1, settings["save_steps"]), total})
     every, last = settings["keep_every"], settings["keep_last"]
     kept = {s for s in saves if every and s % every == 0} | set(saves[-last:] if last else saves)

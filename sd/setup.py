@@ -1,20 +1,25 @@
 """What a run is made of, opened and checked before its first step: encoders, data, weights, folder."""
 
-import json
+import copy
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from sd.checkpoints import MAX_STEPS
-from sd.data import Batch, LatentStore, Split, parse_sources, read_manifest, validation_batches
-from sd.errors import InputError
-from sd.files import atomic_write, lock_run, sha256
-from sd.objective import Denoiser
-from sd.text import load_tokenizer, tokenizer_hash
-from sd.weights.read import checkpoint_folders, load_vae, open_model
-from SD_Model import PRESETS, TextEncoder, weights_hash
+import torch
 
-SMALL_VAE = 64 << 20  # bytes; a VAE up to this goes into each checkpoint, a larger one by name and hash
+from sd.checkpoints import Progress, load_optimizer, load_weights
+from sd.data import Batch, LatentStore, Split, parse_sources, read_manifest, validation_batches
+from sd.device import Place
+from sd.errors import InputError
+from sd.files import sha256
+from sd.fused import apply
+from sd.kernels import available
+from sd.objective import Denoiser, in_autocast
+from sd.optim import make_optimizer
+from sd.text import load_tokenizer, tokenizer_hash
+from sd.weights.read import load_vae, open_model
+from SD_Model import PRESETS, TextEncoder, UNet, weights_hash
 
 
 def git_revision() -> str:
@@ -111,30 +116,17 @@ def load_data(settings: dict, text_encoder: TextEncoder, pretouch: bool) -> Data
     return Data(train, val, weights, first["vae"], hashes, {str(s.latents): x for s, x in zip(sources, stores)})
 
 
-def note_held_out(data: Data, settings: dict, say):
-    """Say which sources have no held-out pictures, and what then is validated on."""
+def describe_data(data: Data, settings: dict, say):
+    """Say how many pictures there are, which sources have no held-out ones, and what then is validated on."""
+    train, val = data.train, data.val
+    say(f"data: {len(train):,} training and {len(val):,} held-out pictures; {train.missing + val.missing:,} without a "
+        f"latent, {train.unreadable:,} unreadable latent files")  # fmt: skip
     names = [s.name for s in parse_sources(settings)]
     empty = [name for name, n in zip(names, data.val.sizes) if n == 0]
     if empty and settings["val_steps"]:
         rest = [name for name in names if name not in empty]
         say(f"note: no held-out pictures in {', '.join(empty)}; validation is on "
             f"{'those of ' + ', '.join(rest) if rest else 'training pictures alone'}")  # fmt: skip
-
-
-def check_end(step: int, total: int, stop_at: int | None, say):
-    """InputError if a run at `step` of `total` is past where it is asked to end, or too long; says if it is there."""
-    if total > MAX_STEPS:
-        raise InputError(
-            f"at most {MAX_STEPS:,} steps were wanted, found {total:,}; give fewer --max_steps or --epochs"
-        )
-    for flag, end in (("--max_steps (or --epochs)", total), ("--stop_at", stop_at)):
-        if end is not None and end < step:
-            raise InputError(
-                f"the run stands at step {step:,}, and is to end at step {end:,}: give a larger {flag}, or go back to "
-                "an older checkpoint with --resume PATH"
-            )
-    if step == min(total, stop_at or total):
-        say(f"nothing is left to do: the run stands at step {step:,} already")
 
 
 def vae_of_latents(settings: dict, vae_info: dict):
@@ -175,6 +167,66 @@ def init_weights(args, denoiser: Denoiser, ema: Denoiser, prediction: str, vae_h
     return lineage
 
 
+@dataclass
+class Trained:
+    """What training changes: live weights, their average, the optimizer's state, and where it stands."""
+
+    denoiser: Denoiser
+    ema: Denoiser
+    optimizer: torch.optim.Optimizer
+    progress: Progress
+
+
+def fresh_unet(args, settings: dict, device: torch.device) -> UNet:
+    """A new UNet of the preset on the CPU, with the fused kernels where they run; fills in settings["kernels"]. Weights
+    are drawn from the seed, so that every device and rank starts alike."""
+    torch.manual_seed(settings["seed"])
+    unet = UNet(PRESETS[settings["model"]]["unet"], settings["zero_init"])
+    if args.compress_gradients and device.type != "cuda":
+        raise InputError(f"--compress_gradients wants NVIDIA GPUs, found {device}; drop the flag")
+    if args.kernels and not available(device):
+        raise InputError(f"--kernels wants an NVIDIA GPU of 2020 or later and Triton, found {device}; drop the flag")
+    if args.kernels is None:  # also on resume, which may be on another machine
+        settings["kernels"] = available(device)
+    return apply(unet) if settings["kernels"] else unet
+
+
+def open_trained(args, settings: dict, denoiser: Denoiser, data: Data, checkpoint, saved, place: Place, say) -> Trained:
+    """Weights, optimizer and progress on the device: from the checkpoint, from --init_from, or fresh."""
+    ema, memory = copy.deepcopy(denoiser).requires_grad_(False).eval(), memory_format(settings)
+    if checkpoint:
+        load_weights(checkpoint, denoiser, ema)
+        progress = Progress.resumed(saved, place.rank)
+    else:
+        progress = Progress()
+        if args.init_from:
+            progress.lineage = init_weights(args, denoiser, ema, settings["prediction"], data.vae["hash"], say)
+        progress.lineage.append({"phase": settings["phase"], "data": data.hashes, "images": 0,
+                                 "revision": git_revision(), "torch": torch.__version__})  # fmt: skip
+    denoiser.to(place.device, memory_format=memory).train()
+    ema.to(place.device, memory_format=memory)
+    optimizer = make_optimizer(denoiser, settings)
+    if checkpoint:
+        load_optimizer(checkpoint, optimizer)
+    return Trained(denoiser, ema, optimizer, progress)
+
+
+def memory_format(settings: dict) -> torch.memory_format:
+    return torch.channels_last if settings["channels_last"] else torch.contiguous_format
+
+
+def text_for(text_encoder: TextEncoder, settings: dict, device: torch.device):
+    """text_of(ids): what the denoiser wants of token ids [B, L]. These, if it trains the text encoder, else the frozen
+    encoder's context [B, L, D]."""
+    encode = in_autocast(text_encoder, device, settings["dtype"])
+
+    @torch.no_grad()
+    def text_of(ids: torch.Tensor) -> torch.Tensor:
+        return ids if settings["train_text_encoder"] else encode(ids)
+
+    return text_of
+
+
 def fixed_batches(val: Split, train: Split, settings: dict, steps: int, say) -> dict[str, list[Batch]]:
     """What is validated on: batches of held-out and of training pictures, by split; none of a split without any."""
     batches = {
@@ -182,25 +234,3 @@ def fixed_batches(val: Split, train: Split, settings: dict, steps: int, say) -> 
         for name, split in (("val", val), ("train", train)) if len(split) and settings["val_steps"]
     }  # fmt: skip
     return {name: part for name, part in batches.items() if part}
-
-
-def make_run_folder(out: Path, settings: dict, checkpoint: Path | None):
-    """Make and lock the run folder; returns the lock, to be kept. InputError if a run is in it or it cannot be made."""
-    holds_run = bool(checkpoint_folders(out))
-    if holds_run and checkpoint is None:
-        raise InputError(f"{out} holds a run already: add --resume to go on with it, or choose another --out")
-    if holds_run and checkpoint.resolve().parent != (out / "checkpoints").resolve():
-        raise InputError(f"{out} holds another run than {checkpoint}, which --resume names; choose another --out")
-    try:
-        (out / "samples").mkdir(parents=True, exist_ok=True)
-        (out / "checkpoints").mkdir(exist_ok=True)
-        lock = lock_run(out)
-        atomic_write(out / "config.json", json.dumps(settings, indent=1))
-    except OSError as e:
-        raise InputError(f"--out wants a folder that can be written, found {out} ({e.strerror})") from None
-    return lock
-
-
-def absolute(name: str) -> str:
-    """A local path made absolute; a hub name as it is."""
-    return str(Path(name).resolve()) if Path(name).exists() else name

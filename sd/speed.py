@@ -14,13 +14,15 @@ import torch.distributed as dist
 
 from sd import kernels
 from sd.data import Batch
-from sd.device import layout, peak_flops
+from sd.device import Place, layout, peak_flops
 from sd.encoder import Encoder
 from sd.fused import FusedUNet
 from sd.graphs import Graphed
+from sd.objective import Denoiser
 from sd.optim import clip_limit, forget_gradients, make_optimizer
 from sd.painting import decode_latents, guided, make_sampler
 from sd.plan import count_flops, unet_flops
+from sd.setup import memory_format
 from sd.shards import ShardWriter
 from sd.step import MicroSteps, Update, peak_memory, wrap
 from sd.stream import stream
@@ -107,15 +109,18 @@ class TimedSteps:
     """Whole training steps, with points in time between their parts: on a loader's latents and text, or on random ones
     that stay on the device."""
 
-    def __init__(self, settings, denoiser, schedule, memory, device, world, loader, text_of, shapes):
-        preset, self.settings, self.loader, self.world = PRESETS[settings["model"]], settings, loader, world
+    def __init__(
+        self, settings: dict, denoiser: Denoiser, schedule: NoiseSchedule, place: Place, loader, text_of, shapes: int
+    ):
+        preset, self.settings, self.loader, self.world = PRESETS[settings["model"]], settings, loader, place.world
+        device = place.device
         side, micro = settings["size"] // preset["vae"].factor, settings["batch"]
         self.shape = preset["unet"].in_channels, side, side
         self.denoiser, self.device, self.clock, self.waited = denoiser, device, Clock(device), 0.0
-        denoiser.to(device, memory_format=memory).train()
+        denoiser.to(device, memory_format=memory_format(settings)).train()
         ema = copy.deepcopy(denoiser).requires_grad_(False)
-        self.update = Update(make_optimizer(denoiser, settings), denoiser, ema, settings, world)
-        model = wrap(denoiser, settings, world)
+        self.update = Update(make_optimizer(denoiser, settings), denoiser, ema, settings, place.world)
+        model = wrap(denoiser, settings, place.world)
         latents, noise = torch.randn(2, micro, *self.shape, device=device)
         text = torch.randn(micro, TextEncoder.MAX_LENGTH, preset["unet"].context_dim, device=device)  # instead of ids
         self.random = lambda: Batch(latents, noise, torch.randint(0, schedule.steps, (micro,), device=device), text)
@@ -175,12 +180,21 @@ class TimedSteps:
 
 
 def train_benchmark(
-    steps: int, settings, denoiser, schedule, memory, device, rank, world, trace, loader=None, text_of=None, shapes=1
+    steps: int,
+    settings: dict,
+    denoiser: Denoiser,
+    schedule: NoiseSchedule,
+    place: Place,
+    trace: str | None,
+    loader=None,
+    text_of=None,
+    shapes: int = 1,
 ):
     """Time whole training steps, TimedSteps. Prints a JSON line last; its ms are means over the steps after the
     warm-up, parts in the device's time; forward, backward and sharing are told apart afterwards. trace: a file for the
     first rank's trace."""
-    timed = TimedSteps(settings, denoiser, schedule, memory, device, world, loader, text_of, shapes)
+    device, rank, world, _ = place
+    timed = TimedSteps(settings, denoiser, schedule, place, loader, text_of, shapes)
     clock, started = timed.clock, time.perf_counter()
     timed.step()
     clock.wait()

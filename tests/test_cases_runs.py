@@ -357,10 +357,11 @@ def test_ranks_agree_on_flags_and_inputs(data, whole, tmp_path):
     assert "disagree on flags;" in two_ranks(data, tmp_path, (), ("--init_from", whole))
 
     def changed(name):
-        """A hook: what SD_Train.name gives has other weights on each rank."""
+        """A hook: what `name` gives, where training calls it, has other weights on each rank."""
 
         def hook(rank):
-            real = getattr(SD_Train, name)
+            owner = SD_Train if hasattr(SD_Train, name) else sd.setup
+            real = getattr(owner, name)
 
             def make(*args):
                 module = real(*args)
@@ -368,7 +369,7 @@ def test_ranks_agree_on_flags_and_inputs(data, whole, tmp_path):
                     next(module.parameters()).add_(rank)
                 return module
 
-            setattr(SD_Train, name, make)
+            setattr(owner, name, make)
 
         return hook
 

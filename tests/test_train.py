@@ -37,6 +37,7 @@ from micro import contents, flags, rows, start, start_ranks, status_of
 
 import sd.checkpoints
 import sd.data
+import sd.device
 import sd.errors
 import sd.files
 import sd.fused
@@ -832,10 +833,8 @@ def test_validation_and_samples_leave_weights_and_random_state_alone(data, tmp_p
         torch.randn(8, 4, 8, 8), torch.randn(8, 4, 8, 8), torch.arange(8) * 100, encoder.tokenize(["a"] * 8)
     )
     before, state = SD_Model.weights_hash(net), torch.get_rng_state()
-    losses = [
-        sd.objective.validate(net, "fp32", [batch], lambda ids: ids, schedule, 3, torch.device("cpu"), 0, 1)
-        for _ in "ab"
-    ]
+    settings, place = {"dtype": "fp32", "batch": 3}, sd.device.Place(torch.device("cpu"), 0, 1, 0)
+    losses = [sd.objective.validate(net, settings, [batch], lambda ids: ids, schedule, place) for _ in "ab"]
     assert losses[0] == losses[1] and losses[0]["bins"][8:] == [None, None]
     settings = {"dtype": "fp32", "size": 64, "sample_cfg": 3.0}
     vae = sd.weights.read.load_vae(data / "vae")
