@@ -5,11 +5,13 @@
     python SD_Convert.py runs/final full.ckpt.safetensors --format ldm --weights both --dtype fp32
     python SD_Convert.py v1-5-pruned.ckpt sd15 --format native                      # this project's checkpoint folder
 
-open_model and load_vae read, whatever the format: this project's checkpoint and run folders, single files of the
-original names (.safetensors, .ckpt, .pt), diffusers folders, hub names. One table of names (unet_rows, vae_rows) serves
-both directions and matches whole key segments. Reading is strict: every key is accounted for and every shape checked,
-or InputError lists the first differences and guesses the cause. Files are memory-mapped, so reading one never holds two
-copies; pickles are read with weights_only alone.
+open_model, load_vae and load_text_encoder read, whatever the format: this project's checkpoint and run folders, single
+files (safetensors or pickles, known by their first bytes), diffusers folders, hub names. One table of names (unet_rows,
+vae_rows) serves both directions and matches whole key segments. Reading is strict: every key is accounted for and every
+shape checked, or InputError lists the first differences and guesses the cause; what is known to be left over is listed
+by name (IGNORED). Files are memory-mapped, so reading one never holds two copies; pickles are read with weights_only
+alone. What a network predicts is taken from wherever files say it (sd/prediction.py), printed, and set by --prediction
+and --zero_terminal_snr.
 """
 
 import argparse
@@ -19,9 +21,9 @@ import torch
 
 from sd.device import DTYPES
 from sd.errors import InputError, run
-from sd.weights.read import Model, load_vae, open_model
+from sd.weights.read import Model, load_text_encoder, load_vae, open_model
 from sd.weights.write import save_diffusers, save_ldm, save_native
-from SD_Model import TextEncoder
+from SD_Model import VAE
 
 
 def main(argv=None):
@@ -33,8 +35,16 @@ def main(argv=None):
     p.add_argument("--format", required=True, choices=["ldm", "diffusers", "native"])
     p.add_argument("--weights", choices=["ema", "live", "both"], help="default: both for native, else ema")
     p.add_argument("--dtype", choices=list(DTYPES), help="default: fp16 for ldm, fp32 for folders")
-    p.add_argument("--vae", help="take the VAE from here instead")
-    p.add_argument("--text_encoder", help="take the text encoder from here instead: a transformers folder or hub name")
+    p.add_argument("--prediction", choices=["epsilon", "v"], help="what the UNet predicts, if IN does not say it right")
+    p.add_argument(
+        "--zero_terminal_snr",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="was the UNet trained down to pure noise, if IN does not say it right",
+    )
+    p.add_argument("--vae", help="take the VAE from here instead: a folder, a file, a hub name")
+    p.add_argument("--text_encoder", help="take the text encoder from here instead: a folder, a file, a hub name")
+    p.add_argument("--tokenizer", help="take the tokenizer from here instead: a folder, CLIP's vocabulary, a hub name")
     args = p.parse_args(argv)
     weights = args.weights or ("both" if args.format == "native" else "ema")
     dtype = DTYPES[args.dtype or ("fp16" if args.format == "ldm" else "fp32")]
@@ -42,25 +52,35 @@ def main(argv=None):
         raise InputError(f"--format native is fp32, and --dtype is {args.dtype}")
 
     def opened(which: str) -> Model:
-        model = open_model(args.source, which)
+        model = open_model(args.source, which, args.prediction, args.zero_terminal_snr, args.tokenizer)
+
+        def given_vae() -> VAE:
+            vae = load_vae(args.vae, which)
+            if hasattr(vae, "found"):
+                print(vae.found)
+            return vae
+
         if args.vae is not None:
-            model.vae = lambda: load_vae(args.vae)
+            model.vae = given_vae
         if args.text_encoder is not None:
-            model.text_encoder = lambda: TextEncoder.from_pretrained(args.text_encoder)
+            model.text_encoder = lambda: load_text_encoder(args.text_encoder, args.tokenizer)
         print(model.found)
         return model
 
     out = Path(args.out)
     ema = opened("ema") if weights != "live" else None
     live = opened("live") if weights != "ema" else None
+    remarks = []
     if args.format == "native":
         save_native(out, ema or live, live or ema)
     elif args.format == "diffusers":
         save_diffusers(out, ema or live, dtype, live if ema else None)
     elif weights == "both":
-        save_ldm(out, live, dtype, ema)
+        remarks = save_ldm(out, live, dtype, ema)
     else:
-        save_ldm(out, ema or live, dtype)
+        remarks = save_ldm(out, ema or live, dtype)
+    for remark in remarks:
+        print(f"note: {remark}")
     size = sum(f.stat().st_size for f in out.rglob("*")) if out.is_dir() else out.stat().st_size
     print(f"{out}: {size / 1e6:,.1f} MB, {args.format}, {weights} weights, {dtype}")
 

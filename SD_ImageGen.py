@@ -37,9 +37,7 @@ from sd.pnginfo import read_settings
 from sd.prompts import LONG_PROMPTS, SEEDS, check_seed, check_text, foreign_syntax, parse_prompt, read_prompts
 from sd.samplers import SAMPLERS
 from sd.speed import sampling_benchmark
-from sd.weights.parts import load_tokenizer
-from sd.weights.read import Model, load_vae, open_model
-from SD_Model import TextEncoder
+from sd.weights.read import Model, load_text_encoder, load_vae, open_model
 
 
 def read_rows(args) -> list[dict]:
@@ -124,7 +122,12 @@ def parse_args(argv=None):
     g.add_argument("--text_encoder", help="a text encoder other than the model's: folder or hub name")
     g.add_argument("--tokenizer", help="a tokenizer other than the model's: folder or hub name")
     g.add_argument("--prediction", choices=["epsilon", "v"], help="what the UNet predicts, where the file does not say")
-    g.add_argument("--zero_terminal_snr", action="store_true", default=None, help="its last timestep is pure noise")
+    g.add_argument(
+        "--zero_terminal_snr",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="is its last timestep pure noise, where the file does not say",
+    )
 
     g = p.add_argument_group("running")
     g.add_argument("--batch", type=int, help="pictures at once; does not change them; default: 4")
@@ -187,8 +190,11 @@ def settle(args):
 
 def open_for(args) -> Model:
     """The model that the flags name, with what they say about it."""
-    told = {k: getattr(args, k) for k in ("prediction", "zero_terminal_snr", "tokenizer")}
-    model = open_model(args.model, weights=args.weights, **{k: v for k, v in told.items() if v is not None})
+    model = open_model(args.model, args.weights, args.prediction, args.zero_terminal_snr, args.tokenizer)
+    if args.vae is not None:
+        model.vae = lambda: load_vae(args.vae, args.weights)
+    if args.text_encoder is not None:
+        model.text_encoder = lambda: load_text_encoder(args.text_encoder, args.tokenizer)
     print(model.found)
     return model
 
@@ -226,7 +232,7 @@ def paint(args, rows: list[dict], output: Output | None):
     if args.init_image is not None and min(width, height) > 0:
         picture = load_picture(args.init_image, width, height)
 
-    vae = model.vae() if args.vae is None else load_vae(args.vae)
+    vae = model.vae()
     factor, z = vae.config.factor, vae.config.latent_channels
     if height < factor or width < factor or height % factor or width % factor:
         raise InputError(f"--width and --height want multiples of {factor}, found {width} x {height}")
@@ -234,7 +240,7 @@ def paint(args, rows: list[dict], output: Output | None):
     vae = vae.to(device, dtype)
     if picture is not None:
         init = vae.encode(picture.to(device, dtype)).float().cpu()  # [1, z, h, w]
-    text_encoder = load_text_encoder(args, model).to(device, dtype)
+    text_encoder = model.text_encoder().to(device, dtype)
     if args.benchmark:
         context = encode_jobs(text_encoder, [job(rows, args, 0)], args)[0][0]
         unet = fast(model.unet(device, dtype), device, dtype)
@@ -277,14 +283,6 @@ def paint(args, rows: list[dict], output: Output | None):
     except InputError as e:
         raise InputError(f"{e}; {output.told()}") from None
     print(f"{output.done} pictures of {width} x {height} in {time.time() - started:.1f} s: {output.path}")
-
-
-def load_text_encoder(args, model: Model) -> TextEncoder:
-    """The model's, or that of --text_encoder, which brings its own tokenizer unless --tokenizer is given."""
-    if args.text_encoder is None:
-        return model.text_encoder()  # open_model knows of --tokenizer
-    encoder = TextEncoder.from_pretrained(args.text_encoder)
-    return encoder if args.tokenizer is None else TextEncoder(encoder.model, load_tokenizer(args.tokenizer))
 
 
 def encode_jobs(text_encoder, jobs: list[dict], args) -> tuple[list, list]:

@@ -15,6 +15,7 @@ import hashlib
 import math
 import sys
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -585,10 +586,13 @@ class TextEncoder(nn.Module):
         nn.init.normal_(model.get_input_embeddings().weight, std=1.0)
         return cls(model.eval(), tokenizer)
 
-    def save(self, folder: str):
-        """Write model and tokenizer as transformers does; from_pretrained reads the folder back."""
-        self.model.save_pretrained(folder)
+    def save(self, folder: str, state: dict[str, torch.Tensor] | None = None):
+        """Write model (with `state`, these weights) and tokenizer as transformers does; from_pretrained reads them."""
+        self.model.save_pretrained(folder, state_dict=state)
         self.tokenizer.save_pretrained(folder)
+        mode = (Path(folder) / "config.json").stat().st_mode  # as the umask has it; safetensors' own is 0600
+        for file in Path(folder).glob("*.safetensors"):
+            file.chmod(mode)
 
     def tokenize(self, texts: list[str]) -> torch.Tensor:
         """Texts -> int64 [B, max_length]: start, tokens (cut to fit), end, padding."""

@@ -198,8 +198,7 @@ def write_checkpoint(folder: Path, snapshot: dict):
         else:  # text_encoder, text_encoder_ema: as transformers writes them
             encoder = snapshot["text_encoder"]
             state = {k.removeprefix("model."): v for k, v in tensors.items()}
-            encoder.model.save_pretrained(folder / name, state_dict=state)
-            encoder.tokenizer.save_pretrained(folder / name)
+            encoder.save(folder / name, state)
     if snapshot["vae"] is not None:
         save_vae(snapshot["vae"], folder / "vae")
     torch.save(snapshot["optimizer"], folder / "optimizer.pt")

@@ -34,6 +34,8 @@ import sd.weights.names
 import sd.weights.parts
 import sd.weights.read
 import sd.weights.tensors
+import sd.weights.text
+import sd.weights.vocabulary
 import sd.weights.write
 import SD_Convert
 import SD_ImageGen
@@ -242,7 +244,7 @@ def test_metadata_names_prediction_and_lineage(small_tokenizer, tmp_path):
     with safetensors.safe_open(file, "pt") as f:
         metadata = f.metadata()
     assert metadata["modelspec.prediction_type"] == "v" and metadata["modelspec.resolution"] == "32x32"
-    assert json.loads(metadata["lineage"]) == {"lineage": LINEAGE, "images": 640, "step": 20}
+    assert json.loads(metadata["sd_lineage"]) == {"lineage": LINEAGE, "images": 640, "step": 20}
     model = open_model(file)
     assert model.schedule.config == schedule.config and model.lineage["lineage"] == LINEAGE and model.size == 32
     folder = convert(file, tmp_path / "v_folder", "--format", "diffusers")
@@ -523,19 +525,23 @@ def test_hub_names_from_the_offline_cache(clip_tokenizer, small_tokenizer, tmp_p
 
 
 def test_single_file_with_clips_own_tokenizer(clip_tokenizer, tmp_path, monkeypatch):
-    """Such a file carries no tokenizer: it is the default text encoder's, from the cache."""
+    """Of CLIP's own tokenizer a file carries the merges; a file without them gets it from this machine or the hub."""
     source = write_checkpoint(tmp_path / "c", clip_tokenizer)
     file = convert(source, tmp_path / "a.safetensors", "--format", "ldm", "--dtype", "fp32")
     with safetensors.safe_open(file, "pt") as f:
-        assert "tokenizer" not in f.metadata()
+        metadata = f.metadata()
+    assert set(sd.weights.vocabulary.unpack(metadata.pop("sd_tokenizer"))) == {"merges.txt"}
+    save_file(load_file(file), tmp_path / "b.safetensors", metadata)
+    file = tmp_path / "b.safetensors"
+    monkeypatch.setattr(sd.weights.vocabulary, "find_merges", lambda: None)
     clip_tokenizer.save_pretrained(tmp_path / "tokenizer")
-    rebind(sd.weights.parts, "DEFAULT_TEXT_ENCODER", str(tmp_path / "tokenizer"), monkeypatch.setattr)
+    rebind(sd.weights.text, "DEFAULT_TEXT_ENCODER", str(tmp_path / "tokenizer"), monkeypatch.setattr)
     texts = ["a photo of an astronaut riding a horse on mars", ""]
     wanted = open_model(source).text_encoder()
     found = open_model(file).text_encoder()
     assert torch.equal(found.tokenize(texts), wanted.tokenize(texts))
     assert torch.equal(found.encode(texts), wanted.encode(texts))
-    rebind(sd.weights.parts, "DEFAULT_TEXT_ENCODER", "openai/not-there", monkeypatch.setattr)
+    rebind(sd.weights.text, "DEFAULT_TEXT_ENCODER", "openai/not-there", monkeypatch.setattr)
     with pytest.raises(InputError, match="tokenizer was wanted"):
         open_model(file).text_encoder()
 

@@ -117,26 +117,35 @@ def vae_config_from_folder(source, values: dict) -> VAEConfig:
 
 
 def infer_unet_config(source, tensors: dict[str, torch.Tensor]) -> UNetConfig:
-    """Architecture from original names and shapes. Heads and norm groups leave no trace: SD 1.x has 8 and 32."""
-    widths, attention, level = {}, {}, 0
+    """Architecture from names, the original's or diffusers', and shapes. Heads and norm groups leave no trace: SD 1.x
+    has 8 and 32."""
+    widths, attention, counts, level = {}, {}, {}, 0
+    theirs = re.compile(r"down_blocks\.(\d+)\.resnets\.(\d+)\.conv1\.weight")
+    found = sorted((int(m[1]), int(m[2]), name) for name in tensors if (m := theirs.fullmatch(name)))
+    for level, j, name in found:
+        widths[level] = tensors[name].shape[0]
+        attention[level] = f"down_blocks.{level}.attentions.{j}.proj_in.weight" in tensors
+        counts[level] = counts.get(level, 0) + 1
     blocks = sorted({int(m[1]) for m in map(re.compile(r"input_blocks\.(\d+)\.").match, tensors) if m})
-    counts = {}
-    for i in blocks:
+    for i in blocks if not found else []:
         if f"input_blocks.{i}.0.op.weight" in tensors:
             level += 1
         elif f"input_blocks.{i}.0.in_layers.2.weight" in tensors:
             widths[level] = tensors[f"input_blocks.{i}.0.in_layers.2.weight"].shape[0]
             attention[level] = f"input_blocks.{i}.1.proj_in.weight" in tensors
             counts[level] = counts.get(level, 0) + 1
-    context = tensors.get("middle_block.1.transformer_blocks.0.attn2.to_k.weight")
-    first, last = tensors.get("input_blocks.0.0.weight"), tensors.get("out.2.weight")
+    middle, *ends = ("middle_block.1", "input_blocks.0.0", "out.2")
+    if found:
+        middle, *ends = ("mid_block.attentions.0", "conv_in", "conv_out")
+    context = tensors.get(f"{middle}.transformer_blocks.0.attn2.to_k.weight")
+    first, last = (tensors.get(f"{end}.weight") for end in ends)
     if not widths or any(t is None or t.dim() < 2 for t in (context, first, last)) or len(set(counts.values())) != 1:
         cause = guess_cause(tensors) or f"its first keys are {list(tensors)[:5]}"
         raise InputError(f"{source} holds no UNet of SD 1.x; {cause}")
     config = UNetConfig(
         channels=tuple(widths.values()),
         attention=tuple(attention.values()),
-        num_res_blocks=counts[0],
+        num_res_blocks=next(iter(counts.values())),
         context_dim=context.shape[1],
         in_channels=first.shape[1],
         out_channels=last.shape[0],
@@ -214,3 +223,10 @@ def schedule_from_folder(source, values: dict) -> tuple[NoiseSchedule, dict]:
         )
     names = {"timestep_spacing": "spacing", "steps_offset": "offset", "set_alpha_to_one": "set_alpha_to_one"}
     return schedule, {ours: values[theirs] for theirs, ours in names.items() if theirs in values}
+
+
+def pixels(sample_size, factor: int) -> int:
+    """config.json's sample_size (a number, or height and width; in latents) in pixels: 512 where it says nothing."""
+    sides = sample_size if isinstance(sample_size, list) else [sample_size]
+    sides = [side for side in sides if type(side) is int and side > 0]
+    return min(sides, default=64) * factor

@@ -1,22 +1,31 @@
-"""VAE, text encoder and tokenizer alone, from a file, a folder or the hub."""
+"""A VAE alone, from a file or a folder, and what this project's files say of themselves."""
 
 import json
 import re
-import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
 
 from sd.errors import InputError
 from sd.files import new_folder, read_json
-from sd.weights.configs import infer_vae_config
-from sd.weights.tensors import build, fit, fit_vae, read_tensors, save_tensors, short, tensors_only, weights_file
-from SD_Model import VAE, TextEncoder, VAEConfig, config_from_dict
+from sd.weights.configs import infer_vae_config, vae_config_from_folder
+from sd.weights.names import shapes_of
+from sd.weights.tensors import (
+    FILE_ENDINGS,
+    build,
+    fit,
+    fit_vae,
+    fp8_remark,
+    read_tensors,
+    save_tensors,
+    short,
+    tensors_only,
+    without_left_overs,
+)
+from SD_Model import VAE, NoiseSchedule, UNetConfig, VAEConfig, config_from_dict
 
 DEFAULT_VAE = "stabilityai/sd-vae-ft-mse"
-
-DEFAULT_TEXT_ENCODER = "openai/clip-vit-large-patch14"
 
 
 def fetch(name: str, patterns: list[str]) -> Path:
@@ -24,7 +33,7 @@ def fetch(name: str, patterns: list[str]) -> Path:
     path = Path(name).expanduser()
     if path.exists():
         return path
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name) or path.suffix in (".safetensors", ".ckpt", ".pt"):
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name) or path.suffix.lower() in FILE_ENDINGS:
         raise InputError(f"weights were wanted at {name}, and there is no such file or folder")
     from huggingface_hub import snapshot_download
 
@@ -37,7 +46,7 @@ def fetch(name: str, patterns: list[str]) -> Path:
         ) from None
 
 
-def vae_from_file(path: Path) -> VAE:
+def vae_from_file(path: Path, weights: str = "ema") -> VAE:
     """The VAE of a standalone file, or of a full single file."""
     content, metadata = read_tensors(path)
     nested = content.get("state_dict")
@@ -45,25 +54,79 @@ def vae_from_file(path: Path) -> VAE:
     for prefix in ("first_stage_model.", "vae."):
         if any(name.startswith(prefix) for name in tensors):
             tensors = {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
-    return vae_from_tensors(path, tensors, own_description(path, metadata))
+    described = own_description(path, metadata)[0]
+    if not described:  # a folder's file, given without its folder: what lies beside it knows groups and scale
+        config, own = path.with_name("config.json"), path.with_name("vae.json")
+        if own.is_file() and any(name.startswith("encoder.down.") for name in tensors):
+            described = {"vae": read_json(own)}
+        elif config.is_file() and any(name.startswith("encoder.down_blocks.") for name in tensors):
+            described = {"vae": asdict(vae_config_from_folder(config, read_json(config)))}
+    return vae_from_tensors(path, tensors, described, weights)
 
 
-def vae_from_tensors(source, tensors: dict, described: dict) -> VAE:
+def vae_from_tensors(source, tensors: dict, described: dict, weights: str = "ema") -> VAE:
     """A VAE of these tensors, of the described architecture or else of the one their shapes tell."""
-    tensors = {name: t for name, t in tensors.items() if not name.startswith("loss.")}
-    config = config_from_dict(VAEConfig, described["vae"]) if described else infer_vae_config(source, tensors)
-    return build(VAE, config, fit_vae(source, config, tensors))
+    tensors, left_out = without_left_overs(tensors)
+    copies = {name.removeprefix("model_ema."): t for name, t in tensors.items() if name.startswith("model_ema.")}
+    copies = {name: t for name, t in copies.items() if not name.startswith("loss")}  # of the discriminator
+    tensors = {name: t for name, t in tensors.items() if not name.startswith("model_ema.")}
+    if "vae" in described:
+        config = config_from_dict(VAEConfig, described["vae"])
+    else:
+        config = infer_vae_config(source, tensors)
+    state, which = fit_vae(source, config, tensors), "live weights (it has EMA too)" if copies else "its only weights"
+    if copies and weights == "ema":
+        shapes, which = shapes_of(VAE, config), "EMA weights (it has live ones too)"
+        state = fit("VAE's EMA", source, shapes, copies, {name.replace(".", ""): name for name in shapes})
+    vae = build(VAE, config, state)
+    vae.found = "\n  ".join(filter(None, [f"{source}: a VAE, {which}", fp8_remark(state), left_out]))
+    return vae
 
 
-def own_description(path: Path, metadata: dict) -> dict:
-    """What save_ldm wrote into a file's metadata about the networks, or {} for files of others."""
+def own_json(metadata: dict, name: str) -> dict:
+    """A JSON object that save_ldm wrote into a file's metadata; {} for anything else. Exports older than the prefix
+    `sd_` have the bare name."""
+    for key in (f"sd_{name}", name):
+        try:
+            values = json.loads(metadata.get(key, ""))
+        except (ValueError, TypeError, RecursionError):
+            continue
+        if isinstance(values, dict):
+            return values
+    return {}
+
+
+def own_description(path: Path, metadata: dict) -> tuple[dict, str]:
+    """(what save_ldm wrote into a file's metadata about the networks, or {}; a remark on a foreign value, or "").
+
+    InputError where it is this project's and does not hold together.
+    """
+    described = own_json(metadata, "model")
+    if not described.keys() >= {"unet", "vae", "text", "schedule", "sampling", "size"}:
+        foreign = "sd_model" in metadata
+        return {}, "its metadata 'sd_model' is not of this project and was not used" if foreign else ""
     try:
-        described = json.loads(metadata.get("sd_model", "{}"))
-        if described and not described.keys() >= {"unet", "vae", "text", "schedule", "sampling", "size"}:
-            raise ValueError(f"it has {sorted(described)}")
-    except (ValueError, AttributeError) as e:
+        for cls in (UNetConfig, VAEConfig):
+            config = config_from_dict(cls, described["unet" if cls is UNetConfig else "vae"])
+            values = {**asdict(config), "num_res_blocks": config.num_res_blocks or 1}  # of which there may be none
+            odd = [f.name for f in fields(cls) if not alike(values[f.name], f.default)]
+            if odd:
+                raise ValueError(f"{cls.__name__} has other values for {odd}")
+        NoiseSchedule(**described["schedule"])
+        if not all(isinstance(described[k], dict) for k in ("text", "sampling")) or type(described["size"]) is not int:
+            raise ValueError("text, sampling or size is no such thing")
+    except (ValueError, TypeError, AttributeError, RuntimeError) as e:
         raise InputError(f"the metadata 'sd_model' of {path} is damaged or of another version ({short(e)})") from None
-    return described
+    return described, ""
+
+
+def alike(value, default) -> bool:
+    """Is a value of the default's kind: a number, a flag, or a tuple of such?"""
+    if isinstance(default, tuple):
+        return isinstance(value, tuple) and len(value) > 0 and all(alike(v, default[0]) for v in value)
+    if isinstance(default, float):
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return type(value) is type(default) and (isinstance(value, bool) or value > 0)
 
 
 def save_vae(vae: VAE, folder: str | Path):
@@ -75,83 +138,6 @@ def save_vae(vae: VAE, folder: str | Path):
         save_tensors(state, tmp / "vae.safetensors")
 
 
-def clip_from_tensors(source, config, tensors: dict[str, torch.Tensor], tokenizer) -> TextEncoder:
-    """A CLIP text encoder of these weights, strictly. Names with or without `text_model.`; fp32, eval."""
-    from transformers import CLIPTextModel
-
-    dropped = ("vision_model.", "visual_projection.", "text_projection", "logit_scale")  # a whole CLIP's other half
-    tensors = {
-        name.removeprefix("text_model."): t
-        for name, t in tensors.items()
-        if not name.startswith(dropped) and not name.endswith("position_ids")
-    }
-    with torch.device("meta"):
-        empty = CLIPTextModel(config).state_dict()
-    names = {name.removeprefix("text_model."): name for name in empty}  # transformers' own names, by version
-    state = fit("text encoder", source, {name: t.shape for name, t in empty.items()}, tensors, names)
-    # Copies, as the model keeps these very tensors, and a file may change under the ones that are mapped. Unlike
-    # CLIPTextModel(config), from_pretrained draws no random weights first, which takes seconds.
-    state = {name: t.to(torch.float32, copy=True) for name, t in state.items()}
-    model, info = CLIPTextModel.from_pretrained(
-        None, config=config, state_dict=state, dtype=torch.float32, output_loading_info=True
-    )
-    if lost := [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]:
-        raise InputError(f"this version of transformers did not take the text encoder's {lost[:5]} from {source}")
-    return TextEncoder(model.eval().requires_grad_(False), tokenizer)
-
-
-def load_tokenizer(name: str):
-    """A transformers tokenizer from a folder or hub name; InputError if it cannot be had."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise InputError(
-            f"a tokenizer was wanted at {name!r} and could not be loaded ({short(e)}); "
-            f"give --text_encoder FOLDER, or run once with a network"
-        ) from None
-
-
-def tokenizer_from_text(files: dict[str, str]):
-    """A tokenizer from the contents of its files ({name: text}), as a single file's metadata carries them."""
-    with tempfile.TemporaryDirectory() as folder:
-        for name, text in files.items():
-            (Path(folder) / Path(name).name).write_text(text, encoding="utf-8")
-        return load_tokenizer(folder)
-
-
-def load_clip_folder(folder: Path, tokenizer: Path) -> TextEncoder:
-    """The text encoder of a diffusers model: text_encoder/ and tokenizer/ are folders of their own."""
-    from transformers import CLIPTextConfig
-
-    values = read_json(folder / "config.json")
-    if values.get("model_type") not in ("clip_text_model", "clip"):
-        raise InputError(f"{folder} holds a {values.get('model_type')!r}, where a CLIP text model was wanted")
-    tensors = tensors_only(read_tensors(weights_file(folder, "model"))[0])
-    return clip_from_tensors(folder, CLIPTextConfig.from_pretrained(folder), tensors, load_tokenizer(str(tokenizer)))
-
-
-def clip_state(encoder: TextEncoder) -> dict[str, torch.Tensor]:
-    """A CLIP text encoder's weights under the names that files carry, `text_model.…`. InputError for other models."""
-    if encoder.masked:
-        kind = encoder.model.config.model_type
-        raise InputError(f"the text encoder is a {kind}; other programs know CLIP's alone, so use --format native")
-    return {"text_model." + k.removeprefix("text_model."): t for k, t in encoder.model.state_dict().items()}
-
-
-def tokenizer_files(tokenizer) -> dict[str, str]:
-    """{file name: content} of a tokenizer folder; vocab.json and merges.txt too, which older programs want."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        files = {p.name: p.read_text(encoding="utf-8") for p in sorted(Path(folder).iterdir()) if p.is_file()}
-    bpe = json.loads(files["tokenizer.json"])["model"]
-    if bpe.get("type") != "BPE":
-        raise InputError(
-            f"a byte-pair tokenizer, as CLIP has, was wanted for other programs to read, found {bpe.get('type')}; "
-            "--format native keeps this one"
-        )
-    pairs = [" ".join(pair) if isinstance(pair, list) else pair for pair in bpe["merges"]]
-    files["vocab.json"] = json.dumps(bpe["vocab"], ensure_ascii=False)
-    files["merges.txt"] = "\n".join(["#version: 0.2", *pairs, ""])
-    return files
+def own_text(values: dict) -> str:
+    """JSON for a file's metadata. The space keeps A1111's merger from parsing it and writing the dict back."""
+    return " " + json.dumps(values)

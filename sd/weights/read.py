@@ -2,62 +2,75 @@
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
 from sd.errors import InputError
 from sd.files import read_json
+from sd.weights import prediction as told
 from sd.weights.configs import (
     CLIP_TEXT_SETTINGS,
     infer_clip_config,
     infer_unet_config,
+    pixels,
     schedule_from_folder,
     unet_config_from_folder,
     vae_config_from_folder,
 )
 from sd.weights.names import ema_name, shapes_of
-from sd.weights.parts import (
-    DEFAULT_TEXT_ENCODER,
-    DEFAULT_VAE,
-    clip_from_tensors,
-    fetch,
-    load_clip_folder,
-    load_tokenizer,
-    own_description,
-    tokenizer_from_text,
-    vae_from_file,
-    vae_from_tensors,
-)
+from sd.weights.parts import DEFAULT_VAE, fetch, own_description, own_json, vae_from_file, vae_from_tensors
 from sd.weights.tensors import (
+    SHARDS,
     build,
     fit,
     fit_unet,
     fit_vae,
+    fp8_remark,
     guess_cause,
     read_tensors,
+    read_weights,
     short,
     tensors_only,
     weights_file,
+    without_left_overs,
+)
+from sd.weights.text import (
+    CLIP_REST,
+    DEFAULT_TEXT_ENCODER,
+    TEXT_PREFIXES,
+    carried_tokenizer,
+    clip_from_tensors,
+    clip_skip,
+    clip_tokenizer,
+    has_tokenizer,
+    load_clip_folder,
+    load_tokenizer,
+    text_remark,
+    tokenizer_from_text,
+    with_tokenizer,
 )
 from SD_Model import VAE, NoiseSchedule, TextEncoder, UNet, UNetConfig, VAEConfig, config_from_dict, weights_hash
 
 WORDS = {"ema": "EMA", "live": "live"}
 
 
-def load_vae(source: str | Path = DEFAULT_VAE) -> VAE:
+def load_vae(source: str | Path = DEFAULT_VAE, weights: str = "ema") -> VAE:
     """A VAE in fp32 on the CPU, eval, without gradients.
 
     source: a folder written by save_vae, a checkpoint or run folder of this project, a diffusers VAE folder or a whole
-    diffusers model, a standalone or full single file, or a hub name. Raises InputError.
+    diffusers model, a standalone or full single file, or a hub name. weights: 'ema' or 'live', where a file has EMA
+    copies of the VAE beside it; a file's VAE has `found`, which says what was taken. Raises InputError.
     """
     path = fetch(str(source), ["config.json", "diffusion_pytorch_model.safetensors", "vae/*.json",
-                               "vae/diffusion_pytorch_model.safetensors"])  # fmt: skip
+                               "vae/diffusion_pytorch_model.safetensors", "*.index.json",
+                               f"diffusion_pytorch_model{SHARDS}", f"vae/diffusion_pytorch_model{SHARDS}"])  # fmt: skip
     if path.is_file():
-        return vae_from_file(path)
+        return vae_from_file(path, weights)
     if (path / "vae.json").is_file():
         config = config_from_dict(VAEConfig, read_json(path / "vae.json"))
         return build(VAE, config, fit_vae(path, config, read_tensors(path / "vae.safetensors")[0]))
@@ -65,18 +78,79 @@ def load_vae(source: str | Path = DEFAULT_VAE) -> VAE:
         return open_model(path).vae()
     if (path / "config.json").is_file():
         config = vae_config_from_folder(path / "config.json", read_json(path / "config.json"))
-        tensors = tensors_only(read_tensors(weights_file(path, "diffusion_pytorch_model"))[0])
+        tensors = tensors_only(read_weights(weights_file(path, "diffusion_pytorch_model")))
         return build(VAE, config, fit_vae(path, config, tensors))
     if (path / "vae").is_dir():
         return load_vae(path / "vae")
     raise InputError(f"a VAE was wanted in {path}: neither vae.json nor config.json nor vae/ is there")
 
 
+def load_text_encoder(source: str | Path = DEFAULT_TEXT_ENCODER, tokenizer: str | None = None) -> TextEncoder:
+    """A text encoder in fp32 on the CPU, eval, without gradients.
+
+    source: a transformers folder, with a tokenizer or without; a diffusers model, or its text_encoder/; a checkpoint or
+    run folder of this project; a single file, whole or CLIP alone; a hub name. tokenizer: what load_tokenizer takes;
+    default: the source's own, where it has none CLIP's. Raises InputError.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        return text_encoder_from_file(path, *read_tensors(path), tokenizer=tokenizer)
+    if not path.exists():
+        try:
+            return with_tokenizer(source, TextEncoder.from_pretrained(str(source)), tokenizer)
+        except InputError:
+            if source == DEFAULT_TEXT_ENCODER:
+                raise
+        path = fetch(str(source), ["*.json", "text_encoder/*.json", "text_encoder/model.safetensors", "tokenizer/*"])
+    if (path / "model.json").is_file() or (path / "checkpoints").is_dir():
+        return open_model(path, tokenizer=tokenizer).text_encoder()
+    if (path / "text_encoder" / "config.json").is_file():
+        path = path / "text_encoder"
+    if not (path / "config.json").is_file():
+        alone = "a tokenizer alone, which --tokenizer takes" if has_tokenizer(path) else sorted(os.listdir(path))[:10]
+        raise InputError(f"a text encoder was wanted in {path}: no config.json is there, but {alone}")
+    if read_json(path / "config.json").get("model_type") in ("clip_text_model", "clip"):
+        return load_clip_folder(path, tokenizer)
+    return with_tokenizer(path, TextEncoder.from_pretrained(str(path)), tokenizer)
+
+
+def text_encoder_from_file(
+    path: Path, content: dict, metadata: dict, settings: dict | None = None, tokenizer: str | None = None, skipped=0
+) -> TextEncoder:
+    """The CLIP text encoder of a single file: whole, or CLIP alone under the names that other programs give it.
+
+    settings: of its config, what shapes do not tell. skipped: how many of its last layers to leave out (clip skip).
+    """
+    nested = content.get("state_dict")
+    tensors = tensors_only(nested if isinstance(nested, dict) else content)
+    if settings is None:
+        described = own_description(path, metadata)[0]
+        settings, skipped = described.get("text", {}), 0 if described else clip_skip(metadata)
+    for prefix in TEXT_PREFIXES:
+        if any(name.startswith(prefix) for name in tensors):
+            tensors = {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
+    tensors = {name.removeprefix("text_model."): t for name, t in tensors.items() if not name.startswith(CLIP_REST)}
+    config = infer_clip_config(path, tensors)
+    for key in CLIP_TEXT_SETTINGS:
+        setattr(config, key, settings.get(key, getattr(config, key)))
+    if 0 < skipped < config.num_hidden_layers:
+        config.num_hidden_layers -= skipped
+        layers = [f"encoder.layers.{config.num_hidden_layers + i}." for i in range(skipped)]
+        tensors = {name: t for name, t in tensors.items() if not name.startswith(tuple(layers))}
+    if tokenizer is not None:
+        found = load_tokenizer(tokenizer)
+    elif files := carried_tokenizer(metadata):
+        found = tokenizer_from_text(files)
+    else:
+        found = clip_tokenizer()
+    return with_tokenizer(path, clip_from_tensors(path, config, tensors, found), None)
+
+
 @dataclass
 class Model:
     """An opened model. Parts are loaded when they are asked for, so that not all need be in memory at once."""
 
-    found: str  # one sentence: what it is, and which weights were taken
+    found: str  # what it is, which weights were taken, what it predicts and who says so; a line each further remark
     unet_config: UNetConfig
     tensors: Callable[[], dict[str, torch.Tensor]]  # the UNet's, in our names, memory-mapped, in the file's dtype
     vae: Callable[[], VAE]  # fp32, CPU, eval, without gradients
@@ -95,29 +169,59 @@ class Model:
         return build(UNet, self.unet_config, self.tensors(), device, dtype)
 
 
-def open_model(source: str | Path, weights: str = "ema") -> Model:
+def open_model(
+    source: str | Path,
+    weights: str = "ema",
+    prediction: str | None = None,
+    zero_terminal_snr: bool | None = None,
+    tokenizer: str | None = None,
+) -> Model:
     """Open any SD 1.x model. Raises InputError.
 
     source: a checkpoint or run folder of this project; a single file of the original names; a diffusers model or UNet
-    folder; a UNet's .pt; a hub name. weights: 'ema' or 'live', where the source has both; `found` says what was taken.
+    folder; a UNet's file; a hub name. weights: 'ema' or 'live', where the source has both; `found` says what was taken.
+    prediction ('epsilon' or 'v') and zero_terminal_snr override what the source says, or does not say, of its schedule;
+    tokenizer: what load_tokenizer takes, instead of the source's own.
     """
     if weights not in ("ema", "live"):
         raise InputError(f"--weights wants ema or live, found {weights!r}")
     path = fetch(str(source), ["*.json", "*/*.json", "tokenizer/*", "text_encoder/model.safetensors",
                                "unet/diffusion_pytorch_model.safetensors", "vae/diffusion_pytorch_model.safetensors",
-                               "diffusion_pytorch_model.safetensors"])  # fmt: skip
-    if path.is_file():
-        return open_single_file(path, weights)
+                               "diffusion_pytorch_model.safetensors", f"text_encoder/model{SHARDS}",
+                               f"unet/diffusion_pytorch_model{SHARDS}", f"vae/diffusion_pytorch_model{SHARDS}",
+                               f"diffusion_pytorch_model{SHARDS}"])  # fmt: skip
     if (path / "checkpoints").is_dir():
         path = newest_checkpoint(path)
-    if (path / "model.json").is_file():
-        return open_checkpoint(path, weights)
-    if (path / "model_index.json").is_file() or (path / "unet").is_dir() or (path / "config.json").is_file():
-        return open_folder(path, weights)
-    raise InputError(
-        f"a model was wanted at {path}: neither model.json (a checkpoint of this project) nor checkpoints/ (a run) nor "
-        f"model_index.json (a diffusers folder) is there"
-    )
+    parts = ("model_index.json", "unet/config.json", "unet_ema/config.json", "config.json")
+    if path.is_file():
+        opener = open_single_file
+    elif (path / "model.json").is_file():
+        opener = open_checkpoint
+    elif any((path / name).is_file() for name in parts):
+        opener = open_folder
+    else:
+        raise InputError(
+            f"a model was wanted at {path}: neither model.json (a checkpoint of this project) nor checkpoints/ (a run) "
+            f"nor model_index.json (a diffusers folder) nor unet/ is there, but {sorted(os.listdir(path))[:10]}"
+        )
+    model = opener(path, weights, prediction, zero_terminal_snr, tokenizer)
+    if zero_terminal_snr:  # the source's spacing is that of the schedule that it believes in
+        model.sampling = {k: v for k, v in model.sampling.items() if k != "spacing"}
+    return model
+
+
+def settled_schedule(source, settings: dict, facts, prediction, zero_terminal_snr) -> tuple[NoiseSchedule, str]:
+    """(the schedule of these settings, with what facts or flags say of the prediction; that in words)."""
+    what, says = told.settle(facts, prediction, zero_terminal_snr, source)
+    try:
+        return NoiseSchedule(**(settings | what)), says
+    except (TypeError, ValueError) as e:
+        raise InputError(f"{source} has no schedule that is known here ({short(e)})") from None
+
+
+def found_text(first: str, says: str, *remarks: str) -> str:
+    """Model.found: the first line, and indented lines of what else there is to say."""
+    return "\n  ".join([f"{first}; {says}", *filter(None, remarks)])
 
 
 # --- this project's checkpoints
@@ -157,7 +261,7 @@ def newest_checkpoint(run: Path) -> Path:
     raise InputError(f"a whole checkpoint was wanted in {run / 'checkpoints'}, found {problems[:3] or 'none'}")
 
 
-def open_checkpoint(folder: Path, weights: str) -> Model:
+def open_checkpoint(folder: Path, weights: str, prediction=None, zero_terminal_snr=None, tokenizer=None) -> Model:
     values = read_json(folder / "model.json")
     if values.get("format") != "checkpoint-1":
         raise InputError(f"{folder / 'model.json'} wants format checkpoint-1, found {values.get('format')!r}")
@@ -182,11 +286,16 @@ def open_checkpoint(folder: Path, weights: str) -> Model:
         own = folder / "text_encoder_ema"
         if weights == "live" or not own.is_dir():
             own = folder / text  # a subfolder, or an absolute path
-        return TextEncoder.from_pretrained(str(own) if own.is_dir() else text).requires_grad_(False)
+        encoder = TextEncoder.from_pretrained(str(own) if own.is_dir() else text)
+        return with_tokenizer(own if own.is_dir() else text, encoder, tokenizer)
 
+    facts = [(schedule.prediction, schedule.config["zero_terminal_snr"], "model.json")]
+    schedule, says = settled_schedule(folder, schedule.config, facts, prediction, zero_terminal_snr)
     state = read_json(folder / "state.json") if (folder / "state.json").is_file() else {}
     return Model(
-        found=f"{folder}: a checkpoint of this project (preset {values.get('preset')}), {WORDS[weights]} weights",
+        found=found_text(
+            f"{folder}: a checkpoint of this project (preset {values.get('preset')}), {WORDS[weights]} weights", says
+        ),
         unet_config=config,
         tensors=lambda: tensors,
         vae=load_own_vae,
@@ -198,50 +307,62 @@ def open_checkpoint(folder: Path, weights: str) -> Model:
     )
 
 
-def open_folder(path: Path, weights: str) -> Model:
-    """A diffusers model, or a UNet folder alone (then with SD 1.x's own VAE, text encoder and schedule)."""
-    whole = (path / "unet").is_dir()
+def open_folder(path: Path, weights: str, prediction=None, zero_terminal_snr=None, tokenizer=None) -> Model:
+    """A diffusers model, or a UNet folder alone (then with SD 1.x's own VAE, text encoder and schedule).
+
+    A trainer's checkpoint has unet/, often unet_ema/, and nothing else: VAE and text encoder have then to be given.
+    """
+    whole = any((path / name / "config.json").is_file() for name in ("unet", "unet_ema"))
     unet = path / "unet" if whole else path
-    if whole and weights == "ema" and (path / "unet_ema").is_dir():
+    copies = whole and (path / "unet_ema" / "config.json").is_file()
+    if copies and (weights == "ema" or not (unet / "config.json").is_file()):
         unet = path / "unet_ema"
     values = read_json(unet / "config.json")
     config = unet_config_from_folder(unet / "config.json", values)
     file = weights_file(unet, "diffusion_pytorch_model", live=weights == "live")
-    tensors = fit_unet(file, config, tensors_only(read_tensors(file)[0]))
-    which = "live" if ".non_ema." in file.name else "EMA" if unet.name == "unet_ema" else "its only"
+    tensors = fit_unet(file, config, tensors_only(read_weights(file)))
+    if ".non_ema." in file.name or (copies and unet.name == "unet"):
+        which = "live"
+    else:
+        which = "EMA" if unet.name == "unet_ema" else "its only"
     scheduler = path / "scheduler" / "scheduler_config.json"
-    schedule, sampling = schedule_from_folder(scheduler, read_json(scheduler)) if scheduler.exists() else (None, {})
+    schedule, sampling, facts = NoiseSchedule(), {}, []
+    if scheduler.exists():
+        schedule, sampling = schedule_from_folder(scheduler, read_json(scheduler))
+        facts.append((schedule.prediction, schedule.config["zero_terminal_snr"], scheduler.name))
+    schedule, says = settled_schedule(path, schedule.config, facts, prediction, zero_terminal_snr)
     lineage = path / "lineage.json"
-    levels = len(read_json(path / "vae" / "config.json").get("block_out_channels", [0] * 4)) if whole else 4
+    vae = path / "vae" / "config.json"
+    levels = len(read_json(vae).get("block_out_channels", [0] * 4)) if vae.is_file() else 4
 
-    def load_text_encoder():
+    def part(name: str) -> Path:
+        if not (path / name).is_dir():
+            raise InputError(f"{path} has no {name}/, as a trainer's checkpoint has not; give --{name}")
+        return path / name
+
+    def load_own_text_encoder():
         if whole:
-            return load_clip_folder(path / "text_encoder", path / "tokenizer")
-        return TextEncoder.from_pretrained(DEFAULT_TEXT_ENCODER).requires_grad_(False)
+            return load_clip_folder(part("text_encoder"), tokenizer)
+        return load_text_encoder(DEFAULT_TEXT_ENCODER, tokenizer)
 
     return Model(
-        found=f"{path}: a diffusers {'folder' if whole else 'UNet'}, {which} weights ({file.name})",
+        found=found_text(
+            f"{path}: a diffusers {'folder' if whole else 'UNet'}, {which} weights ({file.name})",
+            says,
+            fp8_remark(tensors),
+        ),
         unet_config=config,
         tensors=lambda: tensors,
-        vae=lambda: load_vae(path / "vae" if whole else DEFAULT_VAE),
-        text_encoder=load_text_encoder,
-        schedule=schedule or NoiseSchedule(),
+        vae=lambda: load_vae(part("vae") if whole else DEFAULT_VAE),
+        text_encoder=load_own_text_encoder,
+        schedule=schedule,
         sampling=sampling,
-        size=(values.get("sample_size") or 64) * 2 ** (levels - 1),
+        size=pixels(values.get("sample_size"), 2 ** (levels - 1)),
         lineage=read_json(lineage) if lineage.is_file() else {},
     )
 
 
 # --- single files
-# What original files carry beside the weights of the three networks: buffers that follow from the schedule, counters.
-IGNORED = {
-    "betas", "alphas_cumprod", "alphas_cumprod_prev", "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod",
-    "log_one_minus_alphas_cumprod", "sqrt_recip_alphas_cumprod", "sqrt_recipm1_alphas_cumprod", "posterior_variance",
-    "posterior_log_variance_clipped", "posterior_mean_coef1", "posterior_mean_coef2", "lvlb_weights", "logvar",
-    "scale_factor", "model_ema.decay", "model_ema.num_updates", "cond_stage_model.logit_scale",
-    "cond_stage_model.text_projection", "cond_stage_model.transformer.text_projection.weight",
-}  # fmt: skip
-
 PARTS = {  # prefix in the file: part
     "model.diffusion_model.": "unet",
     "model_ema.": "ema",
@@ -249,6 +370,8 @@ PARTS = {  # prefix in the file: part
     "vae.": "vae",
     "cond_stage_model.transformer.": "text",
     "cond_stage_model.": "text",  # some files lack `transformer.`
+    "text_encoder.": "text",  # a folder's three networks in one file
+    "unet.": "unet",
 }
 
 LIVE_NAMES = ("state_dict", "model_state_dict", "unet", "model")  # where old training files keep their weights
@@ -256,20 +379,21 @@ LIVE_NAMES = ("state_dict", "model_state_dict", "unet", "model")  # where old tr
 EMA_NAMES = ("ema_state_dict", "unet_ema", "model_ema", "ema")
 
 
-def split_single_file(path: Path, content: dict) -> dict[str, dict[str, torch.Tensor]]:
-    """The content of a single file -> {part: {name without its prefix: tensor}}; parts of PARTS. Strict."""
+def split_single_file(path: Path, content: dict) -> tuple[dict[str, dict[str, torch.Tensor]], list[tuple], str]:
+    """The content of a single file -> ({part: {name without its prefix: tensor}}, what its marker tensors say it
+    predicts, what was left out); parts of PARTS. Strict."""
     live = next((content[k] for k in LIVE_NAMES if isinstance(content.get(k), dict)), None)
     ema = next((content[k] for k in EMA_NAMES if isinstance(content.get(k), dict)), None)
     if live is None:
         live = content if ema is None else ema
-    tensors = tensors_only(live)
+    tensors, left_out = without_left_overs(tensors_only(live))
+    facts = told.from_tensors(tensors)
+    tensors = {name: t for name, t in tensors.items() if name not in told.MARKERS}
     if not any(name.startswith(tuple(PARTS)) for name in tensors):  # a UNet alone
-        tensors = {"model.diffusion_model." + name.removeprefix("unet."): t for name, t in tensors.items()}
+        tensors = {"model.diffusion_model." + name: t for name, t in tensors.items()}
     parts, unknown = {part: {} for part in PARTS.values()}, []
     for name, tensor in tensors.items():
         prefix = next((p for p in PARTS if name.startswith(p)), None)
-        if name in IGNORED or name.startswith(("first_stage_model.loss.", "embedding_manager.")):
-            continue
         if prefix is None:
             unknown.append(name)
         else:
@@ -285,16 +409,29 @@ def split_single_file(path: Path, content: dict) -> dict[str, dict[str, torch.Te
             + (f"; {cause}" if cause else "")
             + (f"; {len(unknown)} unknown keys: {', '.join(unknown[:10])}" if unknown else "")
         )
-    return parts
+    return parts, facts, left_out
 
 
-def open_single_file(path: Path, weights: str) -> Model:
-    """A single file of the original names: .safetensors, .ckpt; or a UNet's .pt."""
+def described_beside(path: Path, tensors: dict[str, torch.Tensor]) -> dict:
+    """Of a UNet's file out of a folder: what the model.json or config.json beside it says, else {}."""
+    own, config = path.with_name("model.json"), path.with_name("config.json")
+    if own.is_file() and (values := read_json(own)).get("format") == "checkpoint-1":
+        return {k: values[k] for k in ("unet", "schedule", "sampling", "size") if k in values}
+    if config.is_file() and any(name.startswith("down_blocks.") for name in tensors):
+        return {"unet": asdict(unet_config_from_folder(config, read_json(config)))}
+    return {}
+
+
+def open_single_file(path: Path, weights: str, prediction=None, zero_terminal_snr=None, tokenizer=None) -> Model:
+    """A single file of the original names: .safetensors, .ckpt; or a UNet's, of either kind of names."""
     content, metadata = read_tensors(path)
-    parts = split_single_file(path, content)
-    described = own_description(path, metadata)
+    parts, markers, left_out = split_single_file(path, content)
+    described, remark = own_description(path, metadata)
+    alone = not parts["vae"] and not parts["text"]
     if not parts["unet"]:
         raise InputError(f"{path} has EMA weights alone, in names without dots, from which no architecture can be told")
+    if not described and alone:
+        described = described_beside(path, parts["unet"])
     if described:
         config = config_from_dict(UNetConfig, described["unet"])
     else:
@@ -308,30 +445,41 @@ def open_single_file(path: Path, weights: str) -> Model:
             dotless = {ema_name(name)[len("model_ema.") :]: name for name in shapes}
             tensors = fit("UNet's EMA", path, shapes, parts["ema"], dotless)
             which = "EMA weights (it has live ones too)"
-    prediction = "v" if metadata.get("modelspec.prediction_type", "").startswith("v") else "epsilon"
-    try:
-        schedule = NoiseSchedule(**described.get("schedule", {"prediction": prediction}))
-    except (TypeError, ValueError) as e:
-        raise InputError(f"the metadata 'sd_model' of {path} has no schedule that is known here ({e})") from None
+    facts, (yaml_facts, yaml_settings, yaml_remark) = [], told.from_yaml(path)
+    if "schedule" in described:
+        own = described["schedule"]
+        facts.append((own.get("prediction"), own.get("zero_terminal_snr"), "this project's own description"))
+    facts += markers + told.from_metadata(metadata) + yaml_facts
+    schedule, says = settled_schedule(
+        path, described.get("schedule", yaml_settings), facts, prediction, zero_terminal_snr
+    )
+    vae_copies = any(re.match(r"model_ema\.(encoder|decoder|quant|post_quant)", name) for name in parts["vae"])
+    skipped = clip_skip(metadata) if parts["text"] and not described else 0
 
     def load_file_vae():
-        return vae_from_tensors(path, parts["vae"], described) if parts["vae"] else load_vae(DEFAULT_VAE)
+        return vae_from_tensors(path, parts["vae"], described, weights) if parts["vae"] else load_vae(DEFAULT_VAE)
 
     def load_file_text_encoder():
         if not parts["text"]:
-            return TextEncoder.from_pretrained(DEFAULT_TEXT_ENCODER).requires_grad_(False)
-        clip = infer_clip_config(path, parts["text"])
-        for key in CLIP_TEXT_SETTINGS:
-            setattr(clip, key, described.get("text", {}).get(key, getattr(clip, key)))
-        if "tokenizer" in metadata:
-            tokenizer = tokenizer_from_text(json.loads(metadata["tokenizer"]))
-        else:
-            tokenizer = load_tokenizer(DEFAULT_TEXT_ENCODER)
-        return clip_from_tensors(path, clip, parts["text"], tokenizer)
+            return load_text_encoder(DEFAULT_TEXT_ENCODER, tokenizer)
+        return text_encoder_from_file(path, parts["text"], metadata, described.get("text", {}), tokenizer, skipped)
 
-    kind = "single file" if parts["vae"] or parts["text"] else "UNet file"
+    kind = "UNet file" if alone else "single file"
+    theirs = any(name.startswith("down_blocks.") for name in parts["unet"])
+    names = "diffusers' names" if theirs else "the original names"
+    if parts["text"] and skipped:
+        remark = f"{remark}; " * bool(remark) + f"clip skip {skipped + 1}: the last text layers are left out"
     return Model(
-        found=f"{path}: a {kind} of the original names, {which}",
+        found=found_text(
+            f"{path}: a {kind} of {names}, {which}",
+            says,
+            fp8_remark(everything),
+            text_remark(parts["text"], metadata, tokenizer),
+            f"its VAE has EMA copies too: {WORDS[weights]} weights" if vae_copies else "",
+            remark,
+            yaml_remark,
+            left_out,
+        ),
         unet_config=config,
         tensors=lambda: tensors,
         vae=load_file_vae,
@@ -339,5 +487,5 @@ def open_single_file(path: Path, weights: str) -> Model:
         schedule=schedule,
         sampling=described.get("sampling", {}),
         size=described.get("size", 512),
-        lineage=json.loads(metadata.get("lineage", "{}")),
+        lineage=own_json(metadata, "lineage") if described else {},
     )

@@ -1,6 +1,9 @@
 """Tensors in files: read without running foreign code, fitted to a network strictly, written."""
 
+import contextlib
 import os
+import re
+import warnings
 from pathlib import Path
 
 import safetensors
@@ -8,8 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from sd.errors import InputError
+from sd.files import read_json
 from sd.weights.names import VAE_ATTENTION, WRAPPERS, shapes_of, squeezed, unet_names, vae_names
 from SD_Model import VAE, UNet, UNetConfig, VAEConfig
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # read and widened, never written
 
 
 class Inert:
@@ -30,19 +36,24 @@ INERT_MODULES = ("pytorch_lightning", "lightning", "lightning_fabric", "omegacon
 
 
 def read_tensors(path: Path) -> tuple[dict, dict]:
-    """A weight file's content, memory-mapped, and its metadata.
+    """A weight file's content, memory-mapped, and its metadata. Its first bytes say what it is, not its name.
 
-    .safetensors gives {name: tensor}; pickles (.ckpt, .pt, .pth, .bin) whatever they hold, read with weights_only.
+    Safetensors give {name: tensor}; pickles (.ckpt, .pt, .pth, .bin) whatever they hold, read with weights_only.
     Raises InputError for absent, damaged and unsafe files.
     """
     if not path.is_file():
         raise InputError(f"a weight file was wanted at {path}, and there is none")
-    if path.suffix == ".safetensors":
+    kind = file_kind(path)
+    if kind == "safetensors":
         try:
             with safetensors.safe_open(path, "pt") as f:
                 return {name: f.get_tensor(name) for name in f.keys()}, f.metadata() or {}
-        except (safetensors.SafetensorError, OSError, RuntimeError) as e:
-            raise InputError(f"{path} is not a whole safetensors file ({e}); copy or download it again") from None
+        except (safetensors.SafetensorError, OSError, RuntimeError, AttributeError) as e:
+            raise InputError(
+                f"{path} is not a whole safetensors file ({short(e)}); copy or download it again"
+            ) from None
+    if kind != "pickle":
+        raise InputError(f"{path} is {kind}, and no whole safetensors or PyTorch file; copy or download it again")
     try:
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
     except ValueError:  # a legacy file, no zip: torch.load reads it, without mapping it, and finds for itself
@@ -57,13 +68,52 @@ def read_tensors(path: Path) -> tuple[dict, dict]:
             f"its .safetensors version, or convert it where you trust it"
         )
     try:
-        with torch.serialization.safe_globals(inert):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip(path))
+        with torch.serialization.safe_globals(inert), warnings.catch_warnings(), contextlib.ExitStack() as stack:
+            warnings.simplefilter("ignore")  # of pickle protocols that torch did not write itself
+            mapped, file = is_zip(path), path
+            if path.suffix.lower() == ".safetensors":  # torch would go by the name: handed over opened, not mapped
+                mapped, file = False, stack.enter_context(open(path, "rb"))
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as e:  # UnpicklingError, RuntimeError, EOFError, ...: torch names no common class
         raise InputError(f"{path} is damaged, or would run foreign code ({short(e)}); use .safetensors") from None
     if not isinstance(content, dict):
         raise InputError(f"{path} holds a {type(content).__name__}, where a dict of weights was wanted")
     return content, {}
+
+
+def file_kind(path: Path) -> str:
+    """'safetensors', 'pickle', or in words what a file's first bytes show instead."""
+    try:
+        with open(path, "rb") as f:
+            head = f.read(64)
+    except OSError as e:
+        raise InputError(f"{path} could not be read ({short(e)})") from None
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 2**40:  # the header's length, and its JSON
+        return "safetensors"
+    if head[:4] == b"PK\x03\x04" or head[:1] == b"\x80":
+        return "pickle"
+    if head.startswith(b"version https://git-lfs"):
+        return "a pointer of Git LFS, in the place of the weights"
+    if head.startswith(b"GGUF"):
+        return "a GGUF file"
+    if head.lstrip()[:1] == b"<":
+        return "a web page"
+    return "empty" if not head else "of an unknown kind"
+
+
+def read_weights(path: Path) -> dict:
+    """The content of a weight file, or of all the files that an index (`….index.json`) names."""
+    if path.suffix != ".json":
+        return read_tensors(path)[0]
+    names = read_json(path).get("weight_map")
+    if not isinstance(names, dict) or not names or any(not isinstance(n, str) for n in names.values()):
+        raise InputError(f"{path} wants a weight_map of tensor names to file names")
+    out = {}
+    for name in sorted(set(names.values())):
+        if Path(name).name != name:
+            raise InputError(f"{path} names {name!r}, which is no file beside it")
+        out |= read_tensors(path.with_name(name))[0]
+    return out
 
 
 def is_zip(path: Path) -> bool:
@@ -72,8 +122,45 @@ def is_zip(path: Path) -> bool:
 
 
 def short(e: Exception) -> str:
-    """The first line of an error, at most 200 characters."""
-    return (str(e).strip().splitlines() or [type(e).__name__])[0][:200]
+    """The first line of an error, at most 200 characters; of torch's advice on unsafe files, the finding alone."""
+    text = str(e).strip()
+    if "weights_only" in text or "Weights only" in text:
+        found = re.search(r"GLOBAL [\w.]+\w|Unsupported operand \d+", text)
+        return found[0] if found else "its pickle is damaged"
+    return (text.splitlines() or [type(e).__name__])[0][:200]
+
+
+# What files carry beside the weights of the three networks: buffers that follow from the schedule, counters, what a
+# checker of pictures or a loss had to itself. Known by name, left out, and said.
+IGNORED = {
+    "betas", "alphas_cumprod", "alphas_cumprod_prev", "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod",
+    "log_one_minus_alphas_cumprod", "sqrt_recip_alphas_cumprod", "sqrt_recipm1_alphas_cumprod", "posterior_variance",
+    "posterior_log_variance_clipped", "posterior_mean_coef1", "posterior_mean_coef2", "lvlb_weights", "logvar",
+    "ddim_sigmas", "ddim_alphas", "ddim_alphas_prev", "ddim_sqrt_one_minus_alphas", "ddim_timesteps",
+    "ddim_sigmas_for_original_num_steps", "denoiser.sigmas", "denoiser.log_sigmas", "sigmas", "log_sigmas",
+    "model_sampling.sigmas", "model_sampling.log_sigmas", "global_step", "global_steps", "epoch", "iteration",
+    "scale_factor", "model_ema.decay", "model_ema.num_updates", "cond_stage_model.logit_scale",
+    "cond_stage_model.text_projection", "cond_stage_model.text_projection.weight",
+    "cond_stage_model.transformer.text_projection.weight", "cond_stage_model.transformer.logit_scale",
+}  # fmt: skip
+
+IGNORED_MODULES = ("first_stage_model.loss", "loss", "discriminator", "embedding_manager", "safety_checker",
+                   "cond_stage_model.transformer.vision_model", "cond_stage_model.transformer.visual_projection",
+                   )  # fmt: skip
+
+
+def without_left_overs(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], str]:
+    """(the tensors that are not known to be left over, the others in words or "")."""
+    kept, dropped = {}, {}
+    for name, tensor in tensors.items():
+        module = next((m for m in IGNORED_MODULES if name.startswith(m + ".")), None)
+        if name in IGNORED or module is not None:
+            label = name if module is None else module + ".*"
+            dropped[label] = dropped.get(label, 0) + 1
+        else:
+            kept[name] = tensor
+    labels = [label if n == 1 else f"{label} ({n})" for label, n in dropped.items()]
+    return kept, f"left out as known: {', '.join(labels)}" if labels else ""
 
 
 def tensors_only(content: dict) -> dict[str, torch.Tensor]:
@@ -115,6 +202,8 @@ def guess_cause(tensors: dict[str, torch.Tensor]) -> str:
         return "it looks like an inpainting model (9 input channels)"
     if first and first[1] not in (4,):
         return f"its UNet has {first[1]} input channels: depth, instruction or another variant of SD"
+    if any_holds("scaled_fp8", ".scale_weight", ".weight_scale", ".comfy_quant"):
+        return "it looks like scaled fp8, whose scales are not read here; take its fp16 version"
     if any_holds("string_to_param", "emb_params"):
         return "it looks like a textual inversion"
     unet = any_holds("time_embed")
@@ -147,8 +236,8 @@ def fit(part: str, source, wanted: dict[str, torch.Size], tensors: dict, ours: d
             fitted[mine] = tensor
             if tensor.shape != shape:
                 differences.append(f"{name}: {tuple(shape)} wanted, {tuple(tensor.shape)} found")
-            elif not tensor.dtype.is_floating_point or tensor.element_size() < 2:
-                differences.append(f"{name}: fp32, fp16 or bf16 wanted, {tensor.dtype} found")
+            elif not tensor.dtype.is_floating_point or (tensor.element_size() < 2 and tensor.dtype not in FP8):
+                differences.append(f"{name}: fp32, fp16, bf16 or fp8 wanted, {tensor.dtype} found")
     differences += [f"missing {name} {tuple(shape)}" for name, shape in wanted.items() if name not in fitted]
     if differences:
         cause = guess_cause(tensors if original is None else original)
@@ -198,15 +287,29 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict | 
 
 
 def weights_file(folder: Path, stem: str, live: bool = False) -> Path:
-    """The weight file of a diffusers or transformers folder; with `live`, the non-EMA variant where there is one."""
+    """The weight file of a diffusers or transformers folder, or the index of several; with `live`, the non-EMA variant
+    where there is one."""
     kinds = [".non_ema"] * live + ["", ".fp16"]
     bins = "pytorch_model" if stem == "model" else stem
     for kind in kinds:
-        for path in (folder / f"{stem}{kind}.safetensors", folder / f"{bins}{kind}.bin"):
-            if path.is_file():
-                return path
+        for name, ending in ((stem, ".safetensors"), (bins, ".bin")):
+            one, index = f"{name}{kind}{ending}", f"{name}{ending}.index{kind}.json"
+            for path in (folder / one, folder / index, folder / f"{one}.index.json"):
+                if path.is_file():
+                    return path
     found = sorted(os.listdir(folder))[:10] if folder.is_dir() else "no such folder"
     raise InputError(f"{stem}.safetensors or {bins}.bin was wanted in {folder}, found {found}")
+
+
+FILE_ENDINGS = (".safetensors", ".sft", ".ckpt", ".pt", ".pth", ".bin", ".gz", ".json")  # never a hub name's
+
+SHARDS = "-?????-of-?????.safetensors"  # how files that an index names end
+
+
+def fp8_remark(tensors: dict[str, torch.Tensor]) -> str:
+    """In words, that weights are stored in a byte each, or ""."""
+    small = sorted({str(t.dtype).removeprefix("torch.") for t in tensors.values() if t.dtype in FP8})
+    return f"stored in {' and '.join(small)}, widened" if small else ""
 
 
 def cast(part: str, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import safetensors
@@ -12,16 +12,15 @@ import torch
 
 from sd.errors import InputError
 from sd.files import new_folder
+from sd.weights import prediction as told
+from sd.weights import vocabulary
 from sd.weights.configs import CLIP_TEXT_SETTINGS
 from sd.weights.names import ema_name, unet_names, vae_names, vae_rows
-from sd.weights.parts import clip_state, save_vae, tokenizer_files
+from sd.weights.parts import own_text, save_vae
 from sd.weights.read import Model
 from sd.weights.tensors import cast, save_tensors, short
-from SD_Model import VAE, weights_hash
-
-ASTRONAUT = "a photo of an astronaut riding a horse on mars"  # CLIP's tokenizer gives it these ids, no other does
-
-ASTRONAUT_IDS = [49406, 320, 1125, 539, 550, 18376, 6765, 320, 4558, 525, 7496, 49407]
+from sd.weights.text import clip_state, packed_tokenizer, tokenizer_files
+from SD_Model import VAE, NoiseSchedule, TextEncoder, UNetConfig, VAEConfig, weights_hash
 
 
 def told_lineage(model: Model) -> dict:
@@ -29,16 +28,43 @@ def told_lineage(model: Model) -> dict:
     return {k: model.lineage[k] for k in ("lineage", "images", "step") if k in model.lineage}
 
 
-def save_ldm(out: Path, model: Model, dtype: torch.dtype, ema: Model | None = None):
-    """Write one .safetensors of the original names: UNet, VAE, text encoder; with `ema`, its UNet as model_ema."""
+def unlike_sd15(model: Model, vae: VAE, encoder: TextEncoder) -> list[str]:
+    """In words, what other programs take for granted of SD 1.x's single files, and this model has otherwise."""
+    odd, config = [], encoder.model.config
+    if replace(model.unet_config, dropout=0.0) != UNetConfig():
+        odd.append(f"its UNet has widths {model.unet_config.channels} or other heads, groups or blocks")
+    if vae.config != VAEConfig():
+        odd.append(f"its VAE has widths {vae.config.channels} and scale {vae.config.scaling_factor:g}")
+    wanted = dict(vocab_size=vocabulary.CLIP_SIZE, hidden_size=768, intermediate_size=3072, num_hidden_layers=12,
+                  num_attention_heads=12, max_position_embeddings=77, hidden_act="quick_gelu")  # fmt: skip
+    if found := {k: getattr(config, k) for k, v in wanted.items() if getattr(config, k) != v}:
+        odd.append(f"its text encoder has {', '.join(f'{k} {v}' for k, v in found.items())}")
+    usual = NoiseSchedule().config
+    if found := {
+        k: v for k, v in model.schedule.config.items() if v != usual[k] and k not in ("prediction", "zero_terminal_snr")
+    }:
+        odd.append(f"its schedule has {', '.join(f'{k} {v}' for k, v in found.items())}")
+    return odd
+
+
+def save_ldm(out: Path, model: Model, dtype: torch.dtype, ema: Model | None = None) -> list[str]:
+    """Write one .safetensors of the original names: UNet, VAE, text encoder; with `ema`, its UNet as model_ema.
+
+    Where the model predicts v, the tensors `v_pred` and `ztsnr` and a .yaml beside the file say so too. Returns remarks
+    on what other programs will not take as it is.
+    """
     vae, encoder = (
         model.vae(),
         (ema or model).text_encoder(),
     )  # one of them has room; the EMA's is the one to paint with
     if out.suffix != ".safetensors":
         raise InputError(f"a single file is written as .safetensors, and OUT is {out}")
-    if out.exists():
-        raise InputError(f"{out} exists already; remove it, or write elsewhere")
+    is_v = model.schedule.prediction == "v"
+    for path in [out, told.beside(out)] if is_v else [out]:
+        if path.exists():
+            raise InputError(f"{path} exists already; remove it, or write elsewhere")
+    if not is_v and told.beside(out).exists():
+        raise InputError(f"{told.beside(out)} lies beside and would be taken for {out.name}'s; remove it")
     text = clip_state(encoder)
     tensors = {"model.diffusion_model." + k: t for k, t in cast("UNet", model.tensors(), dtype).items()}
     tensors |= {"first_stage_model." + k: t for k, t in cast("VAE", vae.state_dict(), dtype).items()}
@@ -49,6 +75,10 @@ def save_ldm(out: Path, model: Model, dtype: torch.dtype, ema: Model | None = No
         tensors |= {ema_name(k): t for k, t in cast("UNet's EMA", ema.tensors(), dtype).items()}
         tensors["model_ema.decay"] = torch.tensor(0.9999)
         tensors["model_ema.num_updates"] = torch.tensor(model.lineage.get("ema_updates", 0), dtype=torch.int32)
+    if is_v:
+        tensors["v_pred"] = torch.tensor([])
+    if model.schedule.config["zero_terminal_snr"]:
+        tensors["ztsnr"] = torch.tensor([])
     described = {
         "unet": asdict(model.unet_config),
         "vae": asdict(vae.config),
@@ -57,30 +87,39 @@ def save_ldm(out: Path, model: Model, dtype: torch.dtype, ema: Model | None = No
         "sampling": model.sampling,
         "size": model.size,
     }
+    odd = unlike_sd15(model, vae, encoder)
+    remarks = [f"other programs will not open it as SD 1.x: {'; '.join(odd)}"] if odd else []
+    like = "-like/unet-" + "-".join(map(str, model.unet_config.channels)) if odd else ""
+    packed, remark = packed_tokenizer(encoder.tokenizer)
     metadata = {
         "format": "pt",
         "modelspec.sai_model_spec": "1.0.0",
-        "modelspec.architecture": "stable-diffusion-v1",
+        "modelspec.architecture": f"stable-diffusion-v1{like}",
         "modelspec.implementation": "https://github.com/CompVis/stable-diffusion",
         "modelspec.title": out.stem,
         "modelspec.date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "modelspec.resolution": f"{model.size}x{model.size}",
         "modelspec.prediction_type": model.schedule.prediction,
-        "sd_model": json.dumps(described),
-        "lineage": json.dumps(told_lineage(model)),
+        "modelspec.predict_key": model.schedule.prediction,
+        "sd_model": own_text(described),
+        "sd_lineage": own_text(told_lineage(model)),
+        "sd_tokenizer": packed,
     }
-    if encoder.tokenizer(ASTRONAUT)["input_ids"] != ASTRONAUT_IDS:
-        metadata["tokenizer"] = json.dumps(tokenizer_files(encoder.tokenizer))
-    tmp = out.with_name(out.name + ".tmp")
+    tmp, yaml = out.with_name(out.name + ".tmp"), told.beside(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         save_tensors(tensors, tmp, metadata)
         with open(tmp, "rb") as f:
             os.fsync(f.fileno())
+        if is_v:  # before the weights: without it they would be painted as epsilon's
+            yaml.write_text(told.original_yaml(model.unet_config, vae.config, model.schedule.config), encoding="utf-8")
         os.replace(tmp, out)
     except (OSError, safetensors.SafetensorError) as e:
         tmp.unlink(missing_ok=True)
+        if is_v:
+            yaml.unlink(missing_ok=True)
         raise InputError(f"{out} could not be written ({short(e)})") from None
+    return remarks + [remark] * bool(remark)
 
 
 def diffusers_configs(model: Model, vae: VAE) -> dict[str, dict]:
