@@ -619,8 +619,6 @@ def draw_source(folder: Path, args: argparse.Namespace) -> str:
 
 def mixture_of(args: argparse.Namespace) -> list:
     """The sources of --data, read as SD_Train.py does."""
-    from SD_Model import InputError
-
     try:
         return parse_sources({"data": args.data, "data_root": args.data_root, "dataset": None})
     except InputError as error:
