@@ -32,6 +32,7 @@ import sd.weights.names
 import sd.weights.parts
 import sd.weights.read
 import sd.weights.tensors
+import sd.weights.text
 import sd.weights.write
 import SD_Convert
 import SD_ImageGen
@@ -522,13 +523,13 @@ def test_single_file_with_clips_own_tokenizer(clip_tokenizer, tmp_path, monkeypa
     with safetensors.safe_open(file, "pt") as f:
         assert "tokenizer" not in f.metadata()
     clip_tokenizer.save_pretrained(tmp_path / "tokenizer")
-    monkeypatch.setattr(sd.weights.parts, "DEFAULT_TEXT_ENCODER", str(tmp_path / "tokenizer"))
+    monkeypatch.setattr(sd.weights.text, "DEFAULT_TEXT_ENCODER", str(tmp_path / "tokenizer"))
     texts = ["a photo of an astronaut riding a horse on mars", ""]
     wanted = open_model(source).text_encoder()
     found = open_model(file).text_encoder()
     assert torch.equal(found.tokenize(texts), wanted.tokenize(texts))
     assert torch.equal(found.encode(texts), wanted.encode(texts))
-    monkeypatch.setattr(sd.weights.parts, "DEFAULT_TEXT_ENCODER", "openai/not-there")
+    monkeypatch.setattr(sd.weights.text, "DEFAULT_TEXT_ENCODER", "openai/not-there")
     with pytest.raises(InputError, match="tokenizer was wanted"):
         open_model(file).text_encoder()
 

@@ -19,19 +19,9 @@ from sd.weights.configs import (
     vae_config_from_folder,
 )
 from sd.weights.names import ema_name, shapes_of
-from sd.weights.parts import (
-    DEFAULT_TEXT_ENCODER,
-    DEFAULT_VAE,
-    clip_from_tensors,
-    fetch,
-    load_clip_folder,
-    load_tokenizer,
-    own_description,
-    tokenizer_from_text,
-    vae_from_file,
-    vae_from_tensors,
-)
+from sd.weights.parts import DEFAULT_VAE, fetch, own_description, vae_from_file, vae_from_tensors
 from sd.weights.tensors import (
+    IGNORED,
     build,
     fit,
     fit_unet,
@@ -41,6 +31,13 @@ from sd.weights.tensors import (
     short,
     tensors_only,
     weights_file,
+)
+from sd.weights.text import (
+    DEFAULT_TEXT_ENCODER,
+    clip_from_tensors,
+    load_clip_folder,
+    load_tokenizer,
+    tokenizer_from_text,
 )
 from SD_Model import VAE, NoiseSchedule, TextEncoder, UNet, UNetConfig, VAEConfig, config_from_dict, weights_hash
 
@@ -219,16 +216,6 @@ def open_folder(path: Path, weights: str) -> Model:
         lineage=read_json(lineage) if lineage.is_file() else {},
     )
 
-
-# --- single files
-# What original files carry beside the weights of the three networks: buffers that follow from the schedule, counters.
-IGNORED = {
-    "betas", "alphas_cumprod", "alphas_cumprod_prev", "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod",
-    "log_one_minus_alphas_cumprod", "sqrt_recip_alphas_cumprod", "sqrt_recipm1_alphas_cumprod", "posterior_variance",
-    "posterior_log_variance_clipped", "posterior_mean_coef1", "posterior_mean_coef2", "lvlb_weights", "logvar",
-    "scale_factor", "model_ema.decay", "model_ema.num_updates", "cond_stage_model.logit_scale",
-    "cond_stage_model.text_projection", "cond_stage_model.transformer.text_projection.weight",
-}  # fmt: skip
 
 PARTS = {  # prefix in the file: part
     "model.diffusion_model.": "unet",

@@ -209,6 +209,17 @@ def weights_file(folder: Path, stem: str, live: bool = False) -> Path:
     raise InputError(f"{stem}.safetensors or {bins}.bin was wanted in {folder}, found {found}")
 
 
+# --- single files
+# What original files carry beside the weights of the three networks: buffers that follow from the schedule, counters.
+IGNORED = {
+    "betas", "alphas_cumprod", "alphas_cumprod_prev", "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod",
+    "log_one_minus_alphas_cumprod", "sqrt_recip_alphas_cumprod", "sqrt_recipm1_alphas_cumprod", "posterior_variance",
+    "posterior_log_variance_clipped", "posterior_mean_coef1", "posterior_mean_coef2", "lvlb_weights", "logvar",
+    "scale_factor", "model_ema.decay", "model_ema.num_updates", "cond_stage_model.logit_scale",
+    "cond_stage_model.text_projection", "cond_stage_model.transformer.text_projection.weight",
+}  # fmt: skip
+
+
 def cast(part: str, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Contiguous tensors of the dtype. InputError where a finite value does not fit into it."""
     out = {}

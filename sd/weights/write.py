@@ -14,9 +14,10 @@ from sd.errors import InputError
 from sd.files import new_folder
 from sd.weights.configs import CLIP_TEXT_SETTINGS
 from sd.weights.names import ema_name, unet_names, vae_names, vae_rows
-from sd.weights.parts import clip_state, save_vae, tokenizer_files
+from sd.weights.parts import save_vae
 from sd.weights.read import Model
 from sd.weights.tensors import cast, save_tensors, short
+from sd.weights.text import clip_state, tokenizer_files
 from SD_Model import VAE, weights_hash
 
 ASTRONAUT = "a photo of an astronaut riding a horse on mars"  # CLIP's tokenizer gives it these ids, no other does
