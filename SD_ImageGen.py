@@ -31,8 +31,7 @@ from sd.errors import InputError, run
 from sd.fused import FusedUNet, apply
 from sd.graphs import Graphed
 from sd.output import Output
-from sd.painting import decode_each, encode_pairs, fast, make_sampler, sample_batches, sampler_options
-from sd.pictures import load_picture
+from sd.painting import decode_each, encode_pairs, fast, load_picture, make_sampler, sample_batches, sampler_options
 from sd.pnginfo import read_settings
 from sd.prompts import LONG_PROMPTS, SEEDS, check_seed, check_text, foreign_syntax, parse_prompt, read_prompts
 from sd.samplers import SAMPLERS

@@ -46,7 +46,8 @@ from sd.files import atomic_path, lock_run, make_folder, new_folder, read_json, 
 from sd.latents import write_json
 from sd.log import cut_log, finite_or_null
 from sd.optim import Muon
-from sd.pictures import grid, save_png
+from sd.output import save_png
+from sd.pictures import grid
 from sd.shards import image_key, key_fraction, list_shards, source_of
 from sd.stream import stream
 from sd.weights.parts import save_vae

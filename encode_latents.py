@@ -147,6 +147,9 @@ def encode_all(tars: list[Path], out: Path, encoder: Encoder, settings: dict, ar
                 time.sleep(POLL_S)
         manifest = write_manifest(out, settings, tars)
     rejects = ", ".join(f"{n} {reason}" for reason, n in manifest["rejects"].items()) or "none"
+    if not manifest["count"]:
+        (out / "manifest.json").unlink(missing_ok=True)
+        raise InputError(f"no picture of {args.images} gave a latent (rejects: {rejects}): see {out}/rejects.jsonl")
     print(
         f"{done} shards encoded in {time.perf_counter() - begin:.0f} s, {len(tars) - done} by others or before; "
         f"{out} holds {manifest['count']:,} latents in {manifest['shards']} shards; rejects: {rejects}"

@@ -41,15 +41,9 @@ def main() -> None:
             "--count must be at least 1, --size at least 16, --seed at least 0, --shard_size from 1 to 10,000"
         )
     settings = {"count": args.count, "seed": args.seed, "size": args.size, "shard_size": args.shard_size}
+    extra = (args.seed, args.size)
     manifest = build_shards(
-        args.out,
-        "00_make_shapes.py",
-        settings,
-        range(args.count),
-        write_shard,
-        (args.seed, args.size),
-        args.shard_size,
-        args.workers,
+        args.out, "00_make_shapes.py", settings, range(args.count), write_shard, extra, args.shard_size, args.workers
     )
     print(f"{manifest['pictures']:,} pictures in {manifest['shards']} shards: {args.out}/images")
 

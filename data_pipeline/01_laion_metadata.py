@@ -20,7 +20,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sd.errors import InputError, run
-from sd.files import atomic_path, claim_folder, list_files, make_folder, refuse_repeated_names, write_manifest
+from sd.files import (
+    atomic_path,
+    claim_folder,
+    fail_empty,
+    list_files,
+    make_folder,
+    refuse_repeated_names,
+    write_manifest,
+)
 from sd.metadata import find_column
 from sd.sources import download, fetch, list_hub, origin_of
 from sd.workers import progress
@@ -91,7 +99,8 @@ def main() -> None:
     origin = origin_of(args, folder)
     names = list_names(origin, args.pattern)
     settings = {"origin": origin, "pattern": args.pattern}
-    claim_folder(folder, "01_laion_metadata.py", settings)
+    if claim_folder(folder, "01_laion_metadata.py", settings):
+        shutil.rmtree(folder / "download.tmp", ignore_errors=True)  # of another origin
     raw = make_folder(folder / "download.tmp")
     targets = [folder / Path(name.partition("?")[0]).name for name in names]
     with progress(len(names), "01_laion_metadata.py", "file") as bar:
@@ -103,6 +112,8 @@ def main() -> None:
     files = {target.name: describe(target) for target in targets}
     rows = sum(file["rows"] for file in files.values())
     manifest = {"script": "01_laion_metadata.py", "settings": settings, "complete": True, "rows": rows, "files": files}
+    if not rows:
+        fail_empty(folder, manifest, targets, f"{len(files)} files of {origin} hold no rows: give other ones")
     write_manifest(folder, manifest)
     print(f"{rows:,} rows in {len(files)} files: {folder}")
 

@@ -24,21 +24,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sd.errors import InputError, run
-from sd.files import claim_folder
+from sd.folders import is_hidden, is_picture
 from sd.pictures import Reject
-from sd.shards import ShardWriter, build_shards
+from sd.shards import ShardWriter
 from sd.sources import (
     add_arguments,
     add_picture,
+    begin,
     check_arguments,
     fetch,
     forget,
-    is_picture,
     open_zip,
-    origin_of,
     parse_range,
     read_zip,
-    summary,
+    write_all,
 )
 from sd.text import clean_text
 
@@ -90,6 +89,9 @@ def write_shard(path: Path, place: int, parts: list[int], origin: dict, large: b
             name = info.filename.rpartition("/")[2]
             if info.is_dir() or not is_picture(name):
                 continue
+            if is_hidden(info.filename):
+                shard.reject("hidden")
+                continue
             if name in seen:
                 shard.reject("duplicate_key")
                 continue
@@ -113,16 +115,12 @@ def main() -> None:
     args = parser.parse_args()
     check_arguments(args)
     parts = parse_range("--parts", args.parts, 1, MAX_PARTS[args.large], "1-500")
-    images, raw = args.out / "images", args.out / "raw"
-    origin = origin_of(args, images)
-    settings = {name: getattr(args, name) for name in ("parts", "large", "no_metadata", "size", "min_side")}
-    settings["origin"] = origin
-    claim_folder(images, "01b_diffusiondb.py", settings)
+    names = ("parts", "large", "no_metadata", "size", "min_side")
+    origin, settings, raw = begin("01b_diffusiondb.py", args, names)
     table = "metadata-large.parquet" if args.large else "metadata.parquet"
     metadata = None if args.no_metadata else fetch(origin, table, raw)
     extra = (origin, args.large, raw, metadata, args.size, args.min_side)
-    manifest = build_shards(args.out, "01b_diffusiondb.py", settings, parts, write_shard, extra, 1, args.workers)
-    summary(manifest, args.out)
+    write_all("01b_diffusiondb.py", args, settings, parts, write_shard, extra, 1)
 
 
 if __name__ == "__main__":

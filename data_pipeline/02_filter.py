@@ -39,10 +39,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from sd import usertext
 from sd.errors import InputError, run
 from sd.files import (
     atomic_path,
     claim_folder,
+    counted,
+    fail_empty,
     fingerprint,
     list_files,
     refuse_repeated_names,
@@ -50,7 +53,7 @@ from sd.files import (
     write_manifest,
 )
 from sd.hashes import Hashes, hash_texts
-from sd.metadata import ALIASES, find_column
+from sd.metadata import ALIASES, find_column, finished_counts
 from sd.workers import progress
 
 BATCH_ROWS = 65_536
@@ -198,11 +201,7 @@ def read_list(path: str | None) -> list[str]:
     """The lines of a text file that are not blank, without space around them; [] without a file."""
     if path is None:
         return []
-    try:
-        lines = Path(path).read_text("utf-8-sig").splitlines()
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read the list {path} ({error}): give a UTF-8 file with one entry a line") from None
-    found = [line.strip() for line in lines if line.strip()]
+    found = [line.strip() for line in usertext.user_lines(usertext.read_user_text(path)) if line.strip()]
     if not found:
         raise InputError(f"the list {path} has no entries: give a file with one entry a line, or drop its flag")
     return found
@@ -384,15 +383,6 @@ def filter_shard(source: Path, target: Path, asked: Asked, seen: dict, notes: di
     return funnel
 
 
-def finished(target: Path, notes: dict) -> Counter | None:
-    """The funnel of a shard that was filtered before from the same input; None if it has to be done."""
-    if not target.exists():
-        return None
-    metadata = pq.read_metadata(target).metadata
-    same = json.loads(metadata.get(b"notes", b"null")) == notes
-    return Counter(json.loads(metadata[b"funnel"])) if same else None
-
-
 def remember(target: Path, asked: Asked, seen: dict) -> None:
     """Adds the rows that an earlier run kept to `seen`."""
     for batch in read_batches(target):
@@ -466,7 +456,7 @@ def main() -> None:
     sources = list_files(args.inputs, ".parquet")
     out = Path(args.out)
     refuse_repeated_names(sources)
-    claim_folder(out, "02_filter.py", settings)
+    claim_folder(out, "02_filter.py", settings)  # free again until a shard is written
     refuse_strangers(out, ".parquet", {source.name for source in sources})
     for source in sources:
         check_columns(source, asked.columns())
@@ -479,7 +469,7 @@ def main() -> None:
         for source in sources:
             target = out / source.name
             notes = {"input": fingerprint(source), **settings}
-            funnel = None if redone and seen else finished(target, notes)
+            funnel = None if redone and seen else finished_counts(target, notes, "funnel")
             if funnel is None:
                 redone = True
                 funnel = filter_shard(source, target, asked, seen, notes)
@@ -501,13 +491,18 @@ def main() -> None:
         "dropped": dropped,
         "kept": kept,
     }
-    write_manifest(out, manifest)
+    if kept:
+        write_manifest(out, manifest)
     left = manifest["rows"]
     print(f"{'rows':>17} {left:>12,}")
     for reason, count in dropped.items():
         left -= count
         print(f"{reason:>17} {-count:>12,} {left:>12,}")
     print(f"{'kept':>17} {kept:>12,}  ({kept / max(manifest['rows'], 1):.1%}): {out}")
+    if not kept:
+        made = [out / source.name for source in sources]
+        reasons = counted(dropped)
+        fail_empty(out, manifest, made, f"no row of {args.inputs} is left ({reasons}): relax the rules")
     if read:
         print(f"{read:,} rows now, {read / seconds:,.0f} rows/s")
 

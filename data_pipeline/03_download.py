@@ -35,7 +35,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sd.errors import InputError, run
-from sd.files import claim_folder, fingerprint, list_files, make_folder, write_manifest
+from sd.files import claim_folder, fingerprint, list_files, make_folder, read_json, write_manifest
 from sd.metadata import find_column
 from sd.pictures import MAX_PIXELS
 from sd.shards import stats_path
@@ -291,11 +291,16 @@ def report(outcome: Outcome, args: argparse.Namespace, settings: dict) -> None:
         "rejected": dict(sorted(counts.items())),
         "rounds": [dict(counter) for counter in outcome.rounds],
     }
-    write_manifest(Path(args.out) / "images", manifest)
+    if manifest["pictures"]:
+        write_manifest(Path(args.out) / "images", manifest)
     for number, counter in enumerate(outcome.rounds, 1):
         print(f"round {number}: {counter['tried']:,} URLs tried, {counter['succeeded']:,} pictures")
     for reason, count in counts.most_common():
         print(f"  {count:>10,}  {reason}")
+    if not manifest["pictures"]:
+        raise InputError(
+            f"none of {manifest['urls']:,} URLs gave a picture: see the reasons above, and try more --rounds"
+        )
     print(f"{manifest['pictures']:,} pictures of {manifest['urls']:,} URLs: {args.out}/images")
 
 
@@ -345,8 +350,11 @@ def main() -> None:
     }
     settings |= {name: getattr(args, name) for name in ("size", "min_side", "quality", "shard_size")}
     images = Path(args.out) / "images"
-    claim_folder(images, "03_download.py", settings)
-    harvest(Path(args.out) / "download.tmp", images)
+    staging, manifest = Path(args.out) / "download.tmp", images / "manifest.json"
+    if manifest.exists() and read_json(manifest).get("script") == "03_download.py":
+        harvest(staging, images)  # before claim_folder, so that it sees whether the folder is taken
+    if claim_folder(images, "03_download.py", settings):
+        shutil.rmtree(staging, ignore_errors=True)
     outcome = Outcome(inputs[-1], images)
     for number in range(1, args.rounds + 1):
         while (todo := outcome.todo(number)).any():

@@ -9,8 +9,9 @@ Writes 00000.parquet for 00000.tar, and manifest.json. Columns: image_key (<sour
 start, text, end, padding; longer text is cut and still ends with the end token), caption, and url, width, height,
 similarity, aesthetic, pwatermark, punsafe, sha256 where the metadata has them. --keep takes what 02_filter.py wrote:
 rows are matched by shard and key where it has a `key` column, else by URL. The source is the name of the folder above
-`images`, or --source. Left out and counted by reason: not_kept, empty_caption, no_image, and what is wrong with a tar
-(cut_tar, duplicate_key, link, ...). Run the same command again to go on after a stop, or when shards were added.
+`images`, or --source. Captions are UTF-8 (or UTF-16 with its mark), or in --caption_encoding. Left out and counted by
+reason: not_kept, empty_caption, caption_encoding, no_image, and what is wrong with a tar (cut_tar, hidden, ...). Run
+the same command again to go on after a stop, or when shards were added.
 """
 
 import argparse
@@ -25,10 +26,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sd import usertext
 from sd.errors import InputError, run
 from sd.files import (
     atomic_path,
     claim_folder,
+    counted,
+    fail_empty,
     fingerprint,
     list_files,
     read_json,
@@ -36,9 +40,10 @@ from sd.files import (
     refuse_strangers,
     write_manifest,
 )
-from sd.metadata import find_column, metadata_value
+from sd.metadata import find_column, finished_counts, metadata_value
+from sd.pictures import Reject
 from sd.shards import caption_of, image_key, iter_samples, list_shards, source_of
-from sd.text import clean_text, load_tokenizer, text_length, tokenize, tokenizer_hash
+from sd.text import add_encoding_argument, clean_text, load_tokenizer, text_length, tokenize, tokenizer_hash
 from sd.workers import parallel, progress
 
 BATCH_CAPTIONS = 4096
@@ -101,8 +106,27 @@ def metadata_row(metadata: dict) -> dict:
     return row
 
 
+def caption_or_reason(sample: dict, counts: Counter) -> str:
+    """A sample's caption; '' if it has none that can be read, for which the reason is counted."""
+    try:
+        caption = caption_of(sample)
+    except Reject as reject:
+        counts[reject.reason] += 1
+        return ""
+    if not caption:
+        counts["empty_caption"] += 1
+    return caption
+
+
 def tokenise_shard(
-    tar: Path, target: Path, tokenizer_path: str, source: str, keep: Path | None, by_key: bool, notes: dict
+    tar: Path,
+    target: Path,
+    tokenizer_path: str,
+    source: str,
+    keep: Path | None,
+    by_key: bool,
+    notes: dict,
+    encoding: str | None = None,
 ) -> Counter:
     """Writes one parquet; returns the counts: rows, tokens (without padding), truncated, and what was left out."""
     tokenizer = open_tokenizer(tokenizer_path)
@@ -133,16 +157,15 @@ def tokenise_shard(
     with atomic_path(target) as temporary:
         with pq.ParquetWriter(temporary, schema) as writer:
             rows: list[dict] = []
-            for key, sample in iter_samples(tar, rejects, images=False):
-                caption = caption_of(sample)
+            for key, sample in iter_samples(tar, rejects, images=False, encoding=encoding):
                 if sample["ext"] is None:
                     counts["no_image"] += 1
                 elif keys is not None and key not in keys:
                     counts["not_kept"] += 1
                 elif urls is not None and metadata_value(sample["json"], "url") not in urls:
                     counts["not_kept"] += 1
-                elif not caption:
-                    counts["empty_caption"] += 1
+                elif not (caption := caption_or_reason(sample, counts)):
+                    continue
                 else:
                     name = image_key(source, tar.stem, key)
                     rows.append({"image_key": name, "caption": caption, **metadata_row(sample["json"])})
@@ -156,15 +179,6 @@ def tokenise_shard(
     return counts
 
 
-def finished(target: Path, notes: dict) -> Counter | None:
-    """The counts of a shard that was tokenised before from the same input; None if it has to be done."""
-    if not target.exists():
-        return None
-    metadata = pq.read_metadata(target).metadata
-    same = json.loads(metadata.get(b"notes", b"null")) == notes
-    return Counter(json.loads(metadata[b"counts"])) if same else None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--in", dest="images", required=True, help="folder or glob of tars")
@@ -175,7 +189,9 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="folder that 02_filter.py wrote; default: keep all")
     parser.add_argument("--source", help="name of the source; default: the folder above `images`")
     parser.add_argument("--workers", type=int, default=1, help="processes")
+    add_encoding_argument(parser)
     args = parser.parse_args()
+    usertext.check_encoding(args.caption_encoding)
 
     tars = list_shards(args.images)
     refuse_repeated_names(tars)
@@ -194,6 +210,8 @@ def main() -> None:
         "vocab_size": len(tokenizer),
         "keep": str(args.keep) if args.keep else None,
     }
+    if args.caption_encoding:
+        settings["caption_encoding"] = args.caption_encoding
     out = Path(args.out)
     targets = {tar: out / f"{tar.stem}.parquet" for tar in tars}
     claim_folder(out, "04_tokenise.py", settings)
@@ -204,9 +222,9 @@ def main() -> None:
     for tar, target in targets.items():
         kept = [path for path in all_kept if path.stem == tar.stem] if by_key else all_kept
         notes = {"input": fingerprint(tar, *kept), **settings}
-        counts = finished(target, notes)
+        counts = finished_counts(target, notes, "counts")
         if counts is None:
-            jobs.append((tar, target, args.tokenizer, source, args.keep, by_key, notes))
+            jobs.append((tar, target, args.tokenizer, source, args.keep, by_key, notes, args.caption_encoding))
         else:
             total.update(counts)
     start, tokens, captions = time.perf_counter(), 0, 0
@@ -219,25 +237,28 @@ def main() -> None:
     seconds = time.perf_counter() - start
 
     rows, tokens_in_all, truncated = (total.pop(name, 0) for name in ("rows", "tokens", "truncated"))
-    write_manifest(
-        out,
-        {
-            "script": "04_tokenise.py",
-            "settings": settings,
-            "complete": True,
-            **{name: settings[name] for name in ("source", "tokenizer_hash", "max_length", "vocab_size")},
-            "shards": {target.name: pq.read_metadata(target).num_rows for target in targets.values()},
-            "rows": rows,
-            "tokens": tokens_in_all,
-            "truncated": truncated,
-            "left_out": {reason: count for reason, count in sorted(total.items()) if count},
-        },
-    )
+    manifest = {
+        "script": "04_tokenise.py",
+        "settings": settings,
+        "complete": True,
+        **{name: settings[name] for name in ("source", "tokenizer_hash", "max_length", "vocab_size")},
+        "shards": {target.name: pq.read_metadata(target).num_rows for target in targets.values()},
+        "rows": rows,
+        "tokens": tokens_in_all,
+        "truncated": truncated,
+        "left_out": {reason: count for reason, count in sorted(total.items()) if count},
+    }
+    if not rows:
+        message = f"no caption came of {args.images} (left out: {counted(total)}): "
+        message += "each picture wants a caption, as key.txt, key.caption or in key.json"
+        fail_empty(out, manifest, targets.values(), message)
+    write_manifest(out, manifest)
     if jobs:
         print(f"{captions:,} captions now, {tokens / seconds:,.0f} tokens/s, {captions / seconds:,.0f} captions/s")
-    left_out = ", ".join(f"{reason} {count:,}" for reason, count in sorted(total.items()) if count) or "nothing"
     print(f"{rows:,} captions of {source}, {truncated / max(rows, 1):.2%} cut at {settings['max_length']} ids: {out}")
-    print(f"left out: {left_out}")
+    print(f"left out: {counted(total)}")
+    if unreadable := total["caption_encoding"]:
+        print(f"note: {unreadable:,} captions are not UTF-8: name their encoding with {usertext.FLAG} NAME")
 
 
 if __name__ == "__main__":

@@ -16,23 +16,39 @@ from pathlib import Path
 
 import _path  # noqa: F401
 
+from sd import usertext
 from sd.errors import InputError, run
 from sd.files import claim_folder, fingerprint, read_json, write_manifest
+from sd.pictures import Reject
 from sd.shards import caption_of, iter_samples, list_shards
-from sd.text import tokenizer_hash
+from sd.text import add_encoding_argument, tokenizer_hash
 from sd.workers import progress
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 SUFFIX = "</w>"
 
 
-def captions(tars: list[Path]) -> Iterator[str]:
-    """The captions of all tars, in order, with a progress bar."""
+def captions(tars: list[Path], encoding: str | None = None) -> Iterator[str]:
+    """The captions of all tars that can be read and are not empty, in order, with a progress bar; fails if there is
+    none."""
+    found = unreadable = 0
     with progress(None, "04a_make_tokenizer.py", "captions") as bar:
         for tar in tars:
-            for _, sample in iter_samples(tar, images=False):
-                bar.update()
-                yield caption_of(sample)
+            for _, sample in iter_samples(tar, images=False, encoding=encoding):
+                try:
+                    caption = caption_of(sample)
+                except Reject:
+                    unreadable += 1
+                    continue
+                if caption:
+                    bar.update()
+                    found += 1
+                    yield caption
+    advice = f"name the encoding of captions with {usertext.FLAG} NAME" if unreadable else "give tars with captions"
+    if not found:
+        raise InputError(f"{len(tars)} tars hold no caption ({unreadable} that are not UTF-8): {advice}")
+    if unreadable:
+        print(f"note: {unreadable:,} captions that are not UTF-8 were left out: {advice}")
 
 
 def train(texts: Iterator[str], vocab_size: int, max_length: int):
@@ -62,7 +78,9 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="folder of the tokenizer")
     parser.add_argument("--vocab_size", type=int, default=2048, help="tokens at most; 514 are bytes, start and end")
     parser.add_argument("--max_length", type=int, default=77, help="ids a caption, start and end included")
+    add_encoding_argument(parser)
     args = parser.parse_args()
+    usertext.check_encoding(args.caption_encoding)
     if args.vocab_size < 514 or args.max_length < 3:
         raise InputError(
             f"--vocab_size is {args.vocab_size} and must be at least 514 (bytes, bytes at a word's end, start, end), "
@@ -74,13 +92,15 @@ def main() -> None:
         "vocab_size": args.vocab_size,
         "max_length": args.max_length,
     }
+    if args.caption_encoding:
+        settings["caption_encoding"] = args.caption_encoding
     out = Path(args.out)
     claim_folder(out, "04a_make_tokenizer.py", settings)
     manifest = read_json(out / "manifest.json")
     if manifest["complete"]:
         print(f"done already: {out} has {manifest['tokens']} tokens")
         return
-    tokenizer = train(captions(tars), args.vocab_size, args.max_length)
+    tokenizer = train(captions(tars, args.caption_encoding), args.vocab_size, args.max_length)
     tokenizer.save_pretrained(out)
     tokens = len(tokenizer)
     manifest.update(complete=True, tokens=tokens, tokenizer_hash=tokenizer_hash(tokenizer))

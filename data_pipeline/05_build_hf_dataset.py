@@ -8,8 +8,10 @@ The folder opens with `datasets.load_from_disk` of the Hugging Face library, tho
 dataset_dict.json; train/ and val/ with state.json, dataset_info.json and data-00000-of-00001.arrow, ... (streams); and
 manifest.json (counts, tokenizer hash, length, vocabulary). Columns: image_key (string), input_ids (L int32), caption
 (string). Whether a row is in val depends on its image key alone, so that a row never changes sides as data grow; a
-larger --val_fraction moves rows from train to val only. Built in a temporary folder and renamed; if the token batches
-have changed since, it is built anew, else the script says that it is done.
+larger --val_fraction moves rows from train to val only. One exception: of a source of two or more rows of which none
+would be held out, the row whose key has the lowest hash is, until data that come later bring another. Built in a
+temporary folder and renamed; if the token batches have changed since, it is built anew, else the script says that it is
+done.
 """
 
 import argparse
@@ -75,6 +77,30 @@ def read_rows(folders: list[Path], manifests: list[dict], schema: pa.Schema) -> 
                         f"{folder / shard} repeats the image key {name}: give each source its own --source in 04"
                     )
                 yield batch.select(schema.names).cast(schema)
+
+
+def held_out_keys(folders: list[Path], manifests: list[dict], val_fraction: float) -> set[str]:
+    """Keys that go to val though their fraction is not below val_fraction: of each source of two or more rows that
+    would otherwise have no row in val, the key of lowest fraction. Reads no further than to a row that is in val."""
+    held_out = set()
+    for source in dict.fromkeys(manifest["source"] for manifest in manifests if val_fraction > 0):
+        lowest, rows = (1.0, ""), 0
+        for keys in read_keys(source, folders, manifests):
+            rows += len(keys)
+            lowest = min([lowest, *((key_fraction(key), key) for key in keys)])
+            if lowest[0] < val_fraction:
+                break
+        if rows > 1 and lowest[0] >= val_fraction:
+            held_out.add(lowest[1])
+    return held_out
+
+
+def read_keys(source: str, folders: list[Path], manifests: list[dict]) -> Iterator[list[str]]:
+    """The image keys of one source, some at a time."""
+    for folder, manifest in zip(folders, manifests, strict=True):
+        for shard in manifest["shards"] if manifest["source"] == source else ():
+            for batch in pq.ParquetFile(folder / shard).iter_batches(BATCH_ROWS, columns=["image_key"]):
+                yield batch.column(0).to_pylist()
 
 
 class SplitWriter:
@@ -149,11 +175,13 @@ def build(folder: Path, folders: list[Path], manifests: list[dict], val_fraction
         {"image_key": pa.string(), "input_ids": pa.list_(pa.int32(), length), "caption": pa.string()},
         metadata={"huggingface": json.dumps({"info": {"features": features}})},
     )
+    held_out = held_out_keys(folders, manifests, val_fraction)
     folder.mkdir(parents=True)
     splits = {name: SplitWriter(folder / name, schema, file_rows) for name in ("train", "val")}
     with progress(sum(m["rows"] for m in manifests), "05_build_hf_dataset.py", "row") as bar:
         for batch in read_rows(folders, manifests, schema):
-            in_val = [key_fraction(key) < val_fraction for key in batch.column("image_key").to_pylist()]
+            keys = batch.column("image_key").to_pylist()
+            in_val = [key_fraction(key) < val_fraction or key in held_out for key in keys]
             in_val = np.array(in_val, bool)
             splits["train"].write(batch.filter(pa.array(~in_val)))
             splits["val"].write(batch.filter(pa.array(in_val)))
@@ -169,7 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--in", dest="tokens", required=True, nargs="+", type=Path, help="folders of 04_tokenise.py")
     parser.add_argument("--out", required=True, type=Path, help="folder of the dataset")
-    parser.add_argument("--val_fraction", type=float, default=0.01, help="share of rows held out; default %(default)s")
+    parser.add_argument("--val_fraction", type=float, default=0.01, help="share of rows held out")
     parser.add_argument("--file_rows", type=int, default=1_000_000, help="rows an Arrow file, at most")
     args = parser.parse_args()
     if not 0 <= args.val_fraction < 1 or args.file_rows < 1:
@@ -198,6 +226,10 @@ def main() -> None:
     if temporary.exists():
         shutil.rmtree(temporary)
     counts = build(temporary, args.tokens, manifests, args.val_fraction, args.file_rows)
+    if not counts["train"]:
+        shutil.rmtree(temporary)
+        advice = "lower --val_fraction" if counts["val"] else "give token folders that hold some"
+        raise InputError(f"no row is left to train on ({counts['val']:,} are held out): {advice}")
     manifest = {
         "script": "05_build_hf_dataset.py",
         "settings": settings,

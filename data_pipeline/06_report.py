@@ -28,15 +28,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from sd.data import parse_sources
 from sd.errors import InputError, run
 from sd.files import atomic_write, make_folder, read_json
+from sd.folders import IMAGE_EXTENSIONS
 from sd.hashes import hash_texts
 from sd.metadata import find_column
 from sd.pictures import Reject, cut, decode_image
-from sd.shards import IMAGE_EXTENSIONS, MAX_MEMBER_BYTES
+from sd.shards import MAX_MEMBER_BYTES
 from sd.text import TEXT_LENGTH
-from sd.weights.read import load_vae
 from sd.workers import progress
 
 BATCH_ROWS = 65_536
@@ -313,6 +312,7 @@ def decode_latents(vae_source: str, manifest: dict, latents: list[np.ndarray]) -
     """Pictures uint8 [H, W, 3] of scaled latents [z, h, w]. Fails if the VAE is another one than theirs."""
     import torch
 
+    from sd.weights.read import load_vae
     from SD_Model import weights_hash
 
     try:
@@ -619,6 +619,8 @@ def draw_source(folder: Path, args: argparse.Namespace) -> str:
 
 def mixture_of(args: argparse.Namespace) -> list:
     """The sources of --data, read as SD_Train.py does."""
+    from sd.data import parse_sources  # which brings torch
+
     try:
         return parse_sources({"data": args.data, "data_root": args.data_root, "dataset": None})
     except InputError as error:

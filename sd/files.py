@@ -8,7 +8,8 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -83,6 +84,9 @@ def link(source: Path | str, target: Path) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # a script of data_pipeline/ does not see sd/ otherwise
 
 
 @contextmanager
@@ -177,16 +181,18 @@ def write_manifest(folder: str | Path, manifest: dict) -> None:
     atomic_write(Path(folder) / "manifest.json", json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
 
 
-def claim_folder(folder: str | Path, script: str, settings: dict) -> None:
+def claim_folder(folder: str | Path, script: str, settings: dict) -> bool:
     """Makes an output folder with a manifest that says `complete: false`, or goes on with one that is there.
 
     Fails if the folder's manifest was written by another script or with other settings, or if it holds files and no
-    manifest: old and new data are never mixed.
+    manifest: old and new data are never mixed. A folder that an earlier run claimed and left empty is free.
+    Returns whether the folder is a new one: not claimed before, or with other settings.
     """
     folder = make_folder(folder)
     settings = json.loads(json.dumps(settings))  # as they will be read back: tuples become lists
-    if (folder / "manifest.json").exists():
-        old = read_json(folder / "manifest.json")
+    strangers = [p.name for p in folder.iterdir() if not p.name.endswith(".tmp") and p.name != "manifest.json"]
+    old = read_json(folder / "manifest.json") if (folder / "manifest.json").exists() else None
+    if old is not None and (strangers or old.get("complete")):
         if old.get("script") != script:
             raise InputError(f"{folder} was written by {old.get('script')}, not by {script}: give another --out")
         before = old.get("settings", {})
@@ -196,13 +202,27 @@ def claim_folder(folder: str | Path, script: str, settings: dict) -> None:
                     f"{folder} was made with {name} = {before.get(name)}, and {name} = {settings.get(name)} is asked "
                     "for now: give another --out, or delete that folder first"
                 )
-        return
-    strangers = [p.name for p in folder.iterdir() if not p.name.endswith(".tmp")]
-    if strangers:
+        return False
+    if strangers and old is None:
         raise InputError(
             f"{folder} holds files ({strangers[0]}) but no manifest.json: give a new or empty folder as --out"
         )
-    write_manifest(folder, {"script": script, "settings": settings, "complete": False})
+    claim = {"script": script, "settings": settings, "complete": False}
+    write_manifest(folder, claim)
+    return old != claim
+
+
+def fail_empty(folder: str | Path, manifest: dict, made: Iterable[Path], message: str) -> None:
+    """Fails because a step has nothing to hand on. What it made is deleted first, so that the folder is free."""
+    for path in made:
+        path.unlink(missing_ok=True)
+    write_manifest(folder, {"script": manifest["script"], "settings": manifest["settings"], "complete": False})
+    raise InputError(message)
+
+
+def counted(counts: dict[str, int]) -> str:
+    """Counts by reason as a message shows them: 'no_caption 3, truncated 1', or 'nothing'."""
+    return ", ".join(f"{reason} {count:,}" for reason, count in sorted(counts.items()) if count) or "nothing"
 
 
 def fingerprint(*paths: Path) -> str:

@@ -1,8 +1,13 @@
 """The names under which sources keep a caption, a size or a score."""
 
 import functools
+import json
 import math
+from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
+
+import pyarrow.parquet as pq
 
 # Names of the same thing in LAION-400M, -2B, -aesthetic, COYO and img2dataset, best first, compared without case.
 ALIASES = {
@@ -16,6 +21,16 @@ ALIASES = {
     "pwatermark": ("pwatermark", "p_watermark", "watermark", "watermark_score"),
     "punsafe": ("punsafe", "p_unsafe", "unsafe", "nsfw_score_opennsfw2"),
 }
+
+
+def finished_counts(target: Path, notes: dict, name: str) -> Counter | None:
+    """The counts that a parquet file has in its own metadata under `name`, if it was made with these `notes` (of its
+    input and settings) by an earlier run; None if it has to be made."""
+    if not target.exists():
+        return None
+    metadata = pq.read_metadata(target).metadata
+    same = json.loads(metadata.get(b"notes", b"null")) == notes
+    return Counter(json.loads(metadata[name.encode()])) if same else None
 
 
 def find_column(names: Iterable[str], canonical: str) -> str | None:

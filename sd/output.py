@@ -1,15 +1,38 @@
 """The pictures of one call, saved as they are done, behind those that are there."""
 
+import json
 import os
 import re
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from sd.errors import InputError
-from sd.files import make_writable
-from sd.pictures import grid, save_png
+from sd.files import make_writable, rename_new
+from sd.pictures import grid
+from sd.pnginfo import parameters_text
+
+
+def save_png(path: Path, picture: np.ndarray, settings: dict | None = None, overwrite: bool = True):
+    """Write uint8 RGB [H, W, 3], with its settings as JSON in the text chunk `sd`; those of one picture also as
+    `parameters`, which other tools read. The file is there whole or not at all; FileExistsError if it was there before
+    and may not be overwritten."""
+    info = PngInfo()
+    if settings:
+        info.add_itxt("sd", json.dumps(settings, ensure_ascii=False))
+        if "prompt" in settings:
+            info.add_text("parameters", parameters_text(settings))  # becomes iTXt where Latin-1 does not do
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        Image.fromarray(picture).save(temporary, "PNG", pnginfo=info)
+        if overwrite:
+            os.replace(temporary, path)
+        else:
+            rename_new(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def grid_capacity(height: int, width: int, pad: int = 2) -> int:

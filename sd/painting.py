@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image, ImageOps
 
 from sd.data import Split, validation_index
 from sd.device import layout
@@ -14,7 +15,8 @@ from sd.errors import InputError
 from sd.fused import apply, settle
 from sd.kernels import available
 from sd.objective import Denoiser, in_autocast
-from sd.pictures import grid, save_png
+from sd.output import save_png
+from sd.pictures import grid, read_picture
 from sd.prompts import Parsed, prompt_chunks, read_prompts, unparsed, weigh
 from sd.samplers import SAMPLERS
 from SD_Model import NoiseSchedule
@@ -126,6 +128,12 @@ def sample_latents(unet, contexts, null_contexts, seeds, shape, **options) -> to
     for part, x in sample_batches(unet, contexts, null_contexts, seeds, shape, **options):
         out[part] = x
     return out
+
+
+def load_picture(path: str, width: int, height: int) -> torch.Tensor:
+    """A picture file as fp32 [1, 3, height, width] in -1..1: scaled to cover the size, the middle kept."""
+    picture = ImageOps.fit(Image.fromarray(read_picture(path)), (width, height), Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None].float() / 127.5 - 1  # [1, 3, H, W]
 
 
 @torch.no_grad()

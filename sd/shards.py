@@ -13,13 +13,26 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sd import usertext
 from sd.errors import InputError
-from sd.files import atomic_path, atomic_write, claim_folder, list_files, make_folder, read_json, write_manifest
+from sd.files import (
+    atomic_path,
+    atomic_write,
+    claim_folder,
+    counted,
+    fail_empty,
+    list_files,
+    make_folder,
+    read_json,
+    write_manifest,
+)
+from sd.folders import IMAGE_EXTENSIONS, is_hidden, is_picture
 from sd.metadata import metadata_value
+from sd.pictures import Reject
 from sd.text import clean_text
 from sd.workers import parallel, progress
 
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif")  # what counts as the picture
+CAPTION_EXTENSIONS = ("txt", "caption")  # what counts as its caption: of cat.jpg cat.txt, or cat.jpg.txt
 
 FLIP = "#flip"  # after the image key of a picture: its mirror image
 
@@ -104,13 +117,23 @@ def stats_path(tar_path: Path) -> Path:
 
 
 def build_shards(
-    out: str, script: str, settings: dict, items: Sequence, job: Callable, extra: tuple, shard_size: int, workers: int
+    out: str,
+    script: str,
+    settings: dict,
+    items: Sequence,
+    job: Callable,
+    extra: tuple,
+    shard_size: int,
+    workers: int,
+    left_out: Counter | None = None,
 ) -> dict:
     """Writes items into <out>/images/00000.tar, 00001.tar, ... with `shard_size` items each, and the manifest.
 
     job(tar_path, shard_number, items_of_shard, *extra) writes one shard with ShardWriter and returns how many items it
     has dealt with; it must be a module's function, for it runs in worker processes. Finished shards are left alone.
-    Returns the manifest: script, settings, complete, shards, pictures, rejected (by reason).
+    left_out counts by reason what is not among the items; it is added to what the shards rejected.
+    Returns the manifest: script, settings, complete, shards, pictures, rejected (by reason). Fails if no item has
+    become a picture.
     """
     folder = make_folder(out) / "images"
     claim_folder(folder, script, settings)
@@ -120,7 +143,7 @@ def build_shards(
     with progress(sum(len(chunk) for _, _, chunk, *_ in todo), script, "img") as bar:
         for count in parallel(job, todo, workers):
             bar.update(count)
-    status = Counter()
+    status = Counter(left_out)
     for path in paths:
         status.update(read_json(stats_path(path))["status_dict"])
     manifest = {
@@ -129,8 +152,11 @@ def build_shards(
         "complete": True,
         "shards": len(paths),
         "pictures": status.pop("success", 0),
-        "rejected": dict(sorted(status.items())),
+        "rejected": {reason: count for reason, count in sorted(status.items()) if count},
     }
+    if not manifest["pictures"]:
+        made = [p for path in paths for p in (path, path.with_suffix(".parquet"), stats_path(path))]
+        fail_empty(folder, manifest, made, f"no picture came into {folder} (rejected: {counted(status)}): see to these")
     write_manifest(folder, manifest)
     return manifest
 
@@ -139,18 +165,20 @@ _MEMBER = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")  # directories/basename 
 
 
 def iter_samples(
-    tar_path: str | Path, rejects: Counter | None = None, images: bool = True
+    tar_path: str | Path, rejects: Counter | None = None, images: bool = True, encoding: str | None = None
 ) -> Iterator[tuple[str, dict]]:
     """Yields (key, sample) for each picture of a tar, in order.
 
     sample = {"image": bytes or None, "ext": "jpg" or None, "txt": str or None, "json": dict}. As in WebDataset, members
     that follow each other and share a name up to the first dot of the basename are one sample. A sample without a
-    picture has ext None. With images=False the pictures' bytes are skipped (image None, ext set).
+    picture has ext None. With images=False the pictures' bytes are skipped (image None, ext set). "txt" is the caption
+    of key.jpg.txt, key.jpg.caption, key.txt or key.caption, the first that is there, read as UTF-8, UTF-16 with its
+    mark, or `encoding`; where it cannot be read, it is None, and the sample has "unreadable": True.
 
     Nothing is written to disk. What is left out is counted in `rejects` by reason: link (links and devices),
-    unsafe_name (absolute, with '..', not UTF-8), too_large, duplicate_key (the first one is kept), bad_json (the sample
-    is yielded with {}), and cut_tar: the file ends in the middle, or has damage; what came whole before that is
-    yielded. Without `rejects`, a line on stderr says it.
+    unsafe_name (absolute, with '..', not UTF-8), too_large, hidden (pictures in hidden and system folders),
+    duplicate_key (the first one is kept), bad_json (the sample is yielded with {}), and cut_tar: the file ends in the
+    middle, or has damage; what came whole before that is yielded. Without `rejects`, a line on stderr says it.
     """
     tar_path = Path(tar_path)
     counts = Counter() if rejects is None else rejects
@@ -174,24 +202,27 @@ def iter_samples(
     try:
         for name, data in _iter_members(tar_path, counts, images):
             match = _MEMBER.fullmatch(name)
+            if is_hidden(name):
+                counts.update({"hidden": 1} if is_picture(name) else {})
+                continue
             if not match:
                 continue  # a file without an extension, or a hidden one: not a part of a sample
             new_key, extension = match[1], match[2].lower()
             if new_key != key:
                 if is_new():
                     parts = parts or parts_of(sample)
-                    yield key, _finish_sample(sample, counts)
+                    yield key, _finish_sample(sample, counts, encoding)
                 key, sample = new_key, {}
             if extension in sample or (extension in IMAGE_EXTENSIONS and any(e in IMAGE_EXTENSIONS for e in sample)):
                 counts["duplicate_key"] += 1
             else:
                 sample[extension] = data
         if is_new():
-            yield key, _finish_sample(sample, counts)
+            yield key, _finish_sample(sample, counts, encoding)
     except tarfile.TarError:
         counts["cut_tar"] += 1
         if parts_of(sample) == (parts or {"image", "txt", "json"}) and is_new():
-            yield key, _finish_sample(sample, counts)
+            yield key, _finish_sample(sample, counts, encoding)
     if rejects is None and counts != before:
         print(f"warning: {tar_path}: left out: {dict(counts)}", file=sys.stderr)
 
@@ -244,9 +275,10 @@ def _is_safe(name: str) -> bool:
     return not name.startswith("/") and ".." not in name.split("/") and "\0" not in name
 
 
-def _finish_sample(members: dict[str, bytes | None], counts: Counter) -> dict:
+def _finish_sample(members: dict[str, bytes | None], counts: Counter, encoding: str | None) -> dict:
     extension = next((e for e in members if e in IMAGE_EXTENSIONS), None)
-    text = members.get("txt")
+    endings = [f"{extension}.{e}" for e in CAPTION_EXTENSIONS] + list(CAPTION_EXTENSIONS)
+    data = next((members[e] for e in endings if e in members), None)
     metadata = {}
     if "json" in members:
         try:
@@ -256,16 +288,20 @@ def _finish_sample(members: dict[str, bytes | None], counts: Counter) -> dict:
         if not isinstance(metadata, dict):
             counts["bad_json"] += 1
             metadata = {}
-    return {
-        "image": members[extension] if extension else None,
-        "ext": extension,
-        "txt": None if text is None else text.decode("utf-8-sig", "replace").strip(),
-        "json": metadata,
-    }
+    sample = {"image": members[extension] if extension else None, "ext": extension, "txt": None, "json": metadata}
+    if data is not None:
+        try:
+            sample["txt"] = usertext.read_user_text(data, encoding).strip()
+        except InputError:
+            sample["unreadable"] = True
+    return sample
 
 
 def caption_of(sample: dict) -> str:
-    """A sample's caption: its .txt, else the caption of its metadata; '' if it has none (null is never 'nan')."""
+    """A sample's caption: its .txt, else the caption of its metadata; '' if it has none (null is never 'nan'). Raises
+    Reject("caption_encoding") if its .txt cannot be read."""
+    if sample.get("unreadable"):
+        raise Reject("caption_encoding")
     if sample["txt"] is not None:
         return sample["txt"]
     caption = metadata_value(sample["json"], "caption")

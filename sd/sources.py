@@ -11,21 +11,23 @@ import http.client
 import json
 import os
 import re
+import shutil
 import tarfile
 import time
 import urllib.request
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from sd.errors import InputError
-from sd.files import make_folder, read_json
+from sd.files import claim_folder, counted, make_folder, read_json
+from sd.folders import endings, is_hidden, is_picture, walk_folder
 from sd.pictures import Reject, decode_image, encode_jpeg, resize_crop
-from sd.shards import IMAGE_EXTENSIONS, MAX_MEMBER_BYTES, ShardWriter, build_shards, key_fraction, plain_members
+from sd.shards import MAX_MEMBER_BYTES, ShardWriter, build_shards, key_fraction, plain_members
 
 TRIES = 5  # of a file from a server
 
@@ -184,11 +186,6 @@ def is_safe(name: str) -> bool:
     return not name.startswith(("/", "\\")) and ".." not in parts and "\0" not in name and ":" not in parts[0]
 
 
-def is_picture(name: str) -> bool:
-    base = name.rpartition("/")[2]
-    return base.rpartition(".")[2].lower() in IMAGE_EXTENSIONS and not base.startswith(".")
-
-
 def iter_tgz(path: Path, counts: Counter) -> Iterator[tuple[str, bytes]]:
     """(name, bytes) of the plain files of a .tar, .tar.gz or .tgz, read once from the front, unpacked nowhere. What is
     left out is counted: link, unsafe_name, too_large, cut_tar (what came whole before is yielded)."""
@@ -229,26 +226,34 @@ def read_zip(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
 
 
 def list_pictures(root: Path) -> list[str]:
-    """The names of the pictures in a folder or a zip, with / between parts, sorted; fails if there is none."""
+    """The names of the pictures in a folder or a zip, with / between parts, sorted; fails if there is none. A line is
+    printed that counts what is left out, by the reasons of common.walk_folder and not_a_picture."""
+    counts = Counter()
     if root.is_dir():
-        names = (Path(top, n).relative_to(root).as_posix() for top, _, files in os.walk(root) for n in files)
+        names = walk_folder(root, counts)
     elif root.is_file():
-        names = (info.filename for info in open_zip(root).infolist() if not info.is_dir())
+        names = {info.filename for info in open_zip(root).infolist() if not info.is_dir()}
+        counts["hidden"] = sum(is_hidden(name) and is_picture(name) for name in names)
+        names = [name for name in names if not is_hidden(name)]
     else:
         raise InputError(f"there is no {root}: give a folder or a zip")
-    found = sorted({name for name in names if is_picture(name)})
+    found = sorted(name for name in names if is_picture(name))
+    counts["not_a_picture"] = len(names) - len(found)
     if not found:
-        raise InputError(f"no pictures in {root}: give a folder or a zip that holds some")
+        raise InputError(f"no pictures in {root} ({endings(names)}): give a folder or a zip that holds some")
+    if counts.total():
+        print(f"left out in {root}: {counted(counts)}")
     return found
 
 
 def read_file(root: Path, name: str) -> bytes:
-    """A file of a folder or a zip. Reject as read_zip, and no_image if it is not there; link if it leads elsewhere."""
+    """A file of a folder or a zip. Reject as read_zip, and no_image if it is not there; link if it is a link out of its
+    own folder (a folder may be linked: its pictures are where they seem to be)."""
     if root.is_dir():
         path = root / name
         if not is_safe(name):
             raise Reject("unsafe_name")
-        if not path.resolve().is_relative_to(root.resolve()):
+        if path.resolve().parent != path.parent.resolve():
             raise Reject("link")
         if not path.is_file():
             raise Reject("no_image")
@@ -300,19 +305,39 @@ def write_shard(path: Path, number: int, items: list[tuple[str, str, dict]], roo
     return len(items)
 
 
+def begin(script: str, args: argparse.Namespace, names: tuple[str, ...]) -> tuple[dict, dict, Path]:
+    """Claims <out>/images for a script whose archives come one by one. Returns origin and settings (those flags that
+    `names` says, and the origin), and the folder for downloads. What an earlier run of other settings had downloaded
+    before it was stopped is deleted."""
+    images, raw = args.out / "images", args.out / "raw"
+    origin = origin_of(args, images)
+    settings = {name: getattr(args, name) for name in names} | {"origin": origin}
+    if claim_folder(images, script, settings):
+        for folder in (raw, args.out / "annotations"):
+            shutil.rmtree(folder, ignore_errors=True)
+    return origin, settings, raw
+
+
 def build(script: str, args: argparse.Namespace, root: Path, items: list, settings: dict) -> None:
     """Writes (name, caption, about) of all pictures into <out>/images, and says what came of it."""
     settings = {"origin": args.path or args.url, "pictures_and_captions": content_hash(items), **settings}
     settings |= {name: getattr(args, name) for name in ("size", "min_side", "shard_size", "seed")}
-    extra = (root, args.size, args.min_side)
-    summary(
-        build_shards(args.out, script, settings, items, write_shard, extra, args.shard_size, args.workers),
-        args.out,
-    )
+    write_all(script, args, settings, items, write_shard, (root, args.size, args.min_side), args.shard_size)
 
 
-def summary(manifest: dict, out: Path) -> None:
-    print(f"{manifest['pictures']:,} pictures in {manifest['shards']} shards: {out}/images")
+def write_all(
+    script: str,
+    args: argparse.Namespace,
+    settings: dict,
+    items: Sequence,
+    job: Callable,
+    extra: tuple,
+    shard_size: int,
+    left_out: Counter | None = None,
+) -> None:
+    """common.build_shards with a script's flags, and two lines about what came of it."""
+    manifest = build_shards(args.out, script, settings, items, job, extra, shard_size, args.workers, left_out)
+    print(f"{manifest['pictures']:,} pictures in {manifest['shards']} shards: {args.out}/images")
     print(f"rejected: {manifest['rejected'] or 'none'}")
 
 

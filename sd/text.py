@@ -1,10 +1,12 @@
 """Captions and token ids."""
 
+import argparse
 import hashlib
 import json
 
 import numpy as np
 
+from sd import usertext
 from sd.errors import InputError
 
 TEXT_LENGTH = 77  # ids of a text, start and end included
@@ -21,6 +23,11 @@ def check_template(template: str, fields: tuple[str, ...]) -> None:
         ) from None
     if not caption.strip():
         raise InputError(f"the template {template!r} gives an empty caption: it may hold {wanted}")
+
+
+def add_encoding_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds --caption_encoding to a script's flags."""
+    parser.add_argument(usertext.FLAG, help="of captions that are not UTF-8, such as cp1252 or shift_jis")
 
 
 def clean_text(text: str) -> str:

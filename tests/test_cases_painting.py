@@ -158,7 +158,7 @@ def test_memory_does_not_grow_with_the_prompts(model, tmp_path, monkeypatch):
         sd.painting, "decode_latents", lambda v, x, *a: decoded.append(len(x)) or decode(v, x, *a), monkeypatch.setattr
     )
     rebind(sd.painting, "make_sampler", lambda *a: lambda model, x, *b, **k: x, monkeypatch.setattr)
-    rebind(sd.pictures, "save_png", lambda path, *a: path.touch(), monkeypatch.setattr)
+    rebind(sd.output, "save_png", lambda path, *a: path.touch(), monkeypatch.setattr)
     monkeypatch.setattr(sd.output.Output, "save_grid", lambda *a: None)
     paint(model, tmp_path / "out", "--prompt", "a", "--n", "300", "--batch", "30", "--width", "8", "--height", "8")
     assert max(encoded) == 60 and sum(encoded) == 300 and max(decoded) == 30 and sum(decoded) == 300
@@ -204,7 +204,7 @@ def test_two_programs_in_one_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(os, "link", no_links)  # as on FAT
     ours.save(2, picture, settings)
     with pytest.raises(FileExistsError):
-        sd.pictures.save_png(tmp_path / "00004.png", picture + 1, None, overwrite=False)
+        sd.output.save_png(tmp_path / "00004.png", picture + 1, None, overwrite=False)
     assert len(names(tmp_path)) == 5 and pixels(tmp_path / "00004.png").max() == 0
 
 
@@ -247,13 +247,13 @@ def test_prompt_files_as_people_save_them(tmp_path, mark, encoding):
 
 
 @pytest.mark.parametrize("data", ["Bär".encode("cp1252"), "熊".encode("shift_jis"), "a bear".encode("utf-16-le"),
-                                  codecs.BOM_UTF32_LE + "a bear".encode("utf-32-le"), b"\xff\xfea"])  # fmt: skip
+                                  b"\xff\xfea"])  # fmt: skip
 def test_other_encodings_are_refused_by_name(tmp_path, data):
     (tmp_path / "p.txt").write_bytes(data)
-    with pytest.raises(InputError, match="p.txt wants text"):
+    with pytest.raises(InputError, match="p.txt (is not|holds NUL).*: save it as UTF-8"):
         read_user_text(tmp_path / "p.txt")
     (tmp_path / "q.txt").write_bytes("Bär".encode("cp1252"))
-    assert read_user_text(tmp_path / "q.txt", "cp1252") == "Bär" and user_lines("") == [""]
+    assert read_user_text(tmp_path / "q.txt", "cp1252") == "Bär" and user_lines("") == []
 
 
 @pytest.mark.parametrize("row,message", [
@@ -296,7 +296,7 @@ def test_a_bad_row_is_named_before_any_work(tmp_path, no_model, row, message):
     (["--prompt", "\udcff"], "wants text in UTF-8"),
     (["--prompt", "a", "--ddim_timesteps", "a1111", "--sampler", "euler"], "--ddim_timesteps is for"),
     (["--prompt", "a", "--spacing", "leading", "--sampler", "dpmpp_2m_karras"], "--spacing says nothing"),
-    (["--prompts_file", "no.txt"], "no.txt, and it cannot be read"),
+    (["--prompts_file", "no.txt"], "cannot read no.txt"),
     (["--prompts_file", "p.csv"], "not .csv"),
     (["--from_png", "no.png"], "--from_png wants a PNG"),
 ])  # fmt: skip
@@ -324,16 +324,13 @@ DEEP = np.array([RAMP]) * 257
 @pytest.mark.parametrize("name,picture", [
     ("16.png", Image.fromarray(DEEP.astype(np.uint16))),
     ("16.tif", Image.fromarray(DEEP.astype(np.uint16))),
-    ("32.tif", Image.fromarray(DEEP.astype(np.int32))),
-    ("32_of_8.tif", Image.fromarray(np.array([RAMP], np.int32))),
     ("float.tif", Image.fromarray((np.array([RAMP]) / 255).astype(np.float32))),
-    ("float_255.tif", Image.fromarray(np.array([RAMP], np.float32))),
     ("8.png", Image.fromarray(np.array([RAMP], np.uint8))),
     ("8.bmp", Image.fromarray(np.array([RAMP], np.uint8)).convert("RGB")),
 ])  # fmt: skip
 def test_a_ramp_keeps_its_values(tmp_path, name, picture):
     picture.save(tmp_path / name)
-    loaded = sd.pictures.load_picture(str(tmp_path / name), 4, 1)
+    loaded = sd.painting.load_picture(str(tmp_path / name), 4, 1)
     assert loaded.shape == (1, 3, 1, 4)
     expected = (torch.tensor(RAMP) / 127.5 - 1).expand(1, 3, 1, 4)
     torch.testing.assert_close(loaded, expected, atol=1e-6, rtol=0)
@@ -347,9 +344,9 @@ def test_transparency_is_white_and_bad_pictures_are_refused(tmp_path):
         expected = np.full((2, 2, 3), 255)
         expected[0, 0] = 10, 20, 30
         assert np.array_equal(sd.pictures.read_picture(str(tmp_path / name)), expected), name
-    for k, values in enumerate(([[0.0, 256.0]], [[-0.1, 1.0]], [[0.0, math.nan]])):
+    for k, values in enumerate(([[0.0, 256.0]], [[-1.0, 1.0]], [[0.0, math.nan]], [RAMP])):  # what is white there?
         Image.fromarray(np.array(values, np.float32)).save(tmp_path / f"{k}.tif")
-        with pytest.raises(InputError, match=f"grey levels from 0 to 255.*{k}.tif"):
+        with pytest.raises(InputError, match=f"{k}.tif is none .value_range.: save it as a PNG"):
             sd.pictures.read_picture(str(tmp_path / f"{k}.tif"))
     Image.new("RGB", (64, 64)).save(tmp_path / "cut.jpg")
     (tmp_path / "cut.jpg").write_bytes((tmp_path / "cut.jpg").read_bytes()[:-40])

@@ -266,6 +266,10 @@ def test_bad_bytes_among_good_pictures(tmp_path):
 def test_a_shard_without_a_good_picture(tmp_path):
     write_tar(tmp_path / "images", "00000", [("a", b"", "jpg")])
     save_vae(tmp_path / "vae")
+    with pytest.raises(sd.errors.InputError, match="rejects: 1 empty"):  # nothing else is there: not a success
+        encode(tmp_path / "images", tmp_path / "vae", tmp_path / "latents")
+    assert not (tmp_path / "latents" / "manifest.json").exists()
+    write_tar(tmp_path / "images", "00001", [("b", jpeg(1), "jpg")])
     encode(tmp_path / "images", tmp_path / "vae", tmp_path / "latents")
     keys, rows = read(tmp_path / "latents", "00000")
     assert keys == [] and rows.shape == (0, 4, 4, 4) and rows.dtype == np.float16
@@ -493,7 +497,10 @@ def test_benchmark_ends_with_json(setup, capsys, monkeypatch):
         assert result["images"] > 0 and result["seconds"] >= 0.3
         assert re.fullmatch(r"\d+(\.\d+)?", str(result["warmup_s"]))
     cores = result["img_per_s"] * result["decode_ms_per_picture"] / 1000
-    assert result["decode_ms_per_picture"] > 0 and result["decode_cores"] == pytest.approx(cores, abs=0.01)
+    assert result["decode_ms_per_picture"] > 0 and result["decode_cores"] == pytest.approx(
+        cores,
+        abs=0.01 + 5e-6 * result["img_per_s"],  # decode_ms_per_picture is rounded to 0.01 ms
+    )
 
 
 def test_decoding_is_timed_by_the_picture(tmp_path, monkeypatch):

@@ -5,6 +5,8 @@ pytest tests/test_house.py
 
 import ast
 import json
+import os
+import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -86,6 +88,17 @@ def test_there_is_one_error_for_users_mistakes():
     """SD_Model.py, which stands alone, has one of its own; nobody else raises or catches that one."""
     for path in [*library().values(), *ROOT.glob("*.py"), *(ROOT / "data_pipeline").glob("*.py")]:
         assert "SD_Model.InputError" not in imported_by(path), path
+
+
+def test_data_scripts_start_without_torch():
+    """Each of their worker processes imports the script anew: torch would cost it a second and 200 MB."""
+    scripts = sorted(p for p in (ROOT / "data_pipeline").glob("0*.py"))
+    code = "import runpy, sys\nfor p in sys.argv[1:]: runpy.run_path(p); assert 'torch' not in sys.modules, p"
+    command = [sys.executable, "-c", code, *map(str, scripts)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(scripts[0].parent)}
+    )
+    assert len(scripts) > 12 and done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("path", [p.relative_to(ROOT) for p in (*ROOT.glob("*.py"), *library().values())], ids=str)
