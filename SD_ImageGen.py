@@ -124,8 +124,8 @@ def parse_args(argv=None):
     g.add_argument("--vae", help="folder, file or hub name (default: the model's)")
     g.add_argument("--text_encoder", help="folder or hub name (default: the model's)")
     g.add_argument("--tokenizer", help="folder or hub name (default: the model's)")
-    g.add_argument("--prediction", choices=["epsilon", "v"], help="what the UNet predicts (default: what the file says, "
-                   "else epsilon)")  # fmt: skip
+    g.add_argument("--prediction", choices=["epsilon", "v"], help="what the UNet predicts (default: what the file "
+                   "says, else epsilon)")  # fmt: skip
     g.add_argument("--zero_terminal_snr", action=argparse.BooleanOptionalAction, default=None,
                    help="is its last timestep pure noise (default: what the file says, else no)")  # fmt: skip
 

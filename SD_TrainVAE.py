@@ -1,7 +1,7 @@
 """Trains an autoencoder from image shards, for those who have no pretrained one.
 
     python SD_TrainVAE.py --images data/shapes/images --model tiny --size 64 --out runs/vae --resume
-    python SD_TrainVAE.py --images data/openmoji/images --model small --size 128 --max_steps 20000 --batch 64 \
+    python SD_TrainVAE.py --images data/openmoji/images --model small --size 128 --max_steps 20000 --batch 64 \\
         --out runs/vae_openmoji
     python encode_latents.py --images data/shapes/images --vae runs/vae/vae --size 64 --out data/shapes/latents
 
@@ -22,7 +22,6 @@ Order and noise are functions of (seed, step), so a run that was killed and resu
 on a CPU. With --resume the same command starts, goes on, or says that it is done.
 """
 
-import argparse
 import copy
 import hashlib
 import json
@@ -39,6 +38,7 @@ import torch
 from safetensors.torch import load_file
 
 from sd.checkpoints import MAX_STEPS, find_checkpoint, readable_alike, resume_problem
+from sd.cli import parser
 from sd.data import MAX_SEED, check_seed
 from sd.device import DTYPES, pick_device
 from sd.errors import InputError, run
@@ -366,48 +366,42 @@ def finish(args, config: dict, ema: VAE, train_set: torch.Tensor, held_out: torc
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--images", required=True, help="folder of tars, or a glob in quotes")
-    parser.add_argument("--model", default="tiny", help=f"preset: {', '.join(PRESETS)}")
-    parser.add_argument("--out", required=True, help="run folder")
-    parser.add_argument(
-        "--resume", nargs="?", const="latest", help="go on: latest (or start, if there is none) or a path"
-    )
+    p = parser(__doc__)
+    g = p.add_argument_group("input and output")
+    g.add_argument("--images", required=True, help="folder of tars, or a glob in quotes")
+    g.add_argument("--model", default="tiny", help=f"preset: {', '.join(PRESETS)}")
+    g.add_argument("--out", required=True, help="run folder")
+    g.add_argument("--resume", nargs="?", const="latest", metavar="CHECKPOINT", help="go on from the newest valid "
+                   "checkpoint, if there is one, or from this one (default: begin anew)")  # fmt: skip
 
-    group = parser.add_argument_group("training")
-    group.add_argument("--size", type=int, default=64, help="side in pixels of the square that is cut from the middle")
-    group.add_argument("--max_steps", type=int, default=2000, help="optimizer steps")
-    group.add_argument("--batch", type=int, default=8, help="pictures a step")
-    group.add_argument(
-        "--optimizer", choices=["muon", "adamw"], default="muon", help="of conv kernels; AdamW has the rest"
-    )
-    group.add_argument("--lr", type=float, default=2e-3, help="AdamW's peak learning rate")
-    group.add_argument("--muon_lr", type=float, default=0.02, help="Muon's peak learning rate")
-    group.add_argument(
-        "--warmup", type=int, default=50, help="steps of linear warm-up; then a cosine to 1 %% of the peak"
-    )
-    group.add_argument("--weight_decay", type=float, default=0.01, help="AdamW's, never on biases and norms")
-    group.add_argument("--grad_clip", type=float, default=1.0, help="largest global norm of the gradient")
-    group.add_argument("--ema", type=float, default=0.995, help="decay of the weights' average, with warm-up")
-    group.add_argument("--seed", type=int, default=0, help=f"of weights, order and noise, from 0 to {MAX_SEED:,}")
+    g = p.add_argument_group("training")
+    g.add_argument("--size", type=int, default=64, help="side in pixels of the square that is cut from the middle")
+    g.add_argument("--max_steps", type=int, default=2000, help="optimizer steps")
+    g.add_argument("--batch", type=int, default=8, help="pictures a step")
+    g.add_argument("--optimizer", choices=["muon", "adamw"], default="muon", help="of conv kernels; AdamW has the rest")
+    g.add_argument("--lr", type=float, default=2e-3, help="AdamW's peak learning rate")
+    g.add_argument("--muon_lr", type=float, default=0.02, help="Muon's peak learning rate")
+    g.add_argument("--warmup", type=int, default=50, help="steps of linear warm-up; then a cosine to 1 %% of the peak")
+    g.add_argument("--weight_decay", type=float, default=0.01, help="AdamW's, never on biases and norms")
+    g.add_argument("--grad_clip", type=float, default=1.0, help="largest global norm of the gradient")
+    g.add_argument("--ema", type=float, default=0.995, help="decay of the weights' average, with warm-up")
+    g.add_argument("--seed", type=int, default=0, help=f"of weights, order and noise, from 0 to {MAX_SEED:,}")
 
-    group = parser.add_argument_group("loss")
-    group.add_argument("--l1_weight", type=float, default=1.0, help="mean |x - y|")
-    group.add_argument("--l2_weight", type=float, default=8.0, help="mean (x - y)^2")
-    group.add_argument("--edge_weight", type=float, default=0.0, help="mean |grad x - grad y|")
-    group.add_argument("--kl_weight", type=float, default=1e-3, help="mean KL, in nats a latent value")
+    g = p.add_argument_group("loss")
+    g.add_argument("--l1_weight", type=float, default=1.0, help="of mean |x - y|")
+    g.add_argument("--l2_weight", type=float, default=8.0, help="of mean (x - y)^2")
+    g.add_argument("--edge_weight", type=float, default=0.0, help="of mean |grad x - grad y|")
+    g.add_argument("--kl_weight", type=float, default=1e-3, help="of mean KL, in nats a latent value")
 
-    group = parser.add_argument_group("machine")
-    group.add_argument(
-        "--save_steps", type=int, default=500, help="steps between checkpoints, each with a PSNR and a PNG"
-    )
-    group.add_argument("--log_steps", type=int, default=25, help="steps between lines of log.jsonl")
-    group.add_argument("--ram_gib", type=float, default=8.0, help="pictures are decoded into RAM once, up to this much")
-    group.add_argument("--held_out_share", type=float, default=0.02, help="of the pictures, by hash of the key")
-    group.add_argument("--workers", type=int, default=1, help="decoding processes; 0: none")
-    group.add_argument("--device", help="cuda, cuda:1, mps, cpu")
-    group.add_argument("--dtype", choices=["fp32", "bf16"], help="autocast (cuda: bf16, others: fp32)")
-    args = parser.parse_args(argv)
+    g = p.add_argument_group("machine")
+    g.add_argument("--save_steps", type=int, default=500, help="steps between checkpoints, each with a PSNR and a PNG")
+    g.add_argument("--log_steps", type=int, default=25, help="steps between lines of log.jsonl")
+    g.add_argument("--ram_gib", type=float, default=8.0, help="pictures are decoded into RAM once, up to this much")
+    g.add_argument("--held_out_share", type=float, default=0.02, help="of the pictures, by hash of the key")
+    g.add_argument("--workers", type=int, default=1, help="decoding processes; 0: none")
+    g.add_argument("--device", help="cuda, cuda:1, mps or cpu (default: the best there is)")
+    g.add_argument("--dtype", choices=["fp32", "bf16"], help="autocast (default: bf16 on CUDA, fp32 elsewhere)")
+    args = p.parse_args(argv)
 
     if args.model not in PRESETS:
         raise InputError(f"--model {args.model} is not a preset; the presets are {', '.join(PRESETS)}")

@@ -13,7 +13,6 @@ metadata-large.parquet) gives the NSFW scores of prompt and picture, the larger 
 Run the same command again to go on after a stop. What is left out is counted by reason.
 """
 
-import argparse
 import functools
 import json
 import zipfile
@@ -23,6 +22,7 @@ import _path  # noqa: F401
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sd.cli import parser
 from sd.errors import InputError, run
 from sd.folders import is_hidden, is_picture
 from sd.pictures import Reject
@@ -107,12 +107,13 @@ def write_shard(path: Path, place: int, parts: list[int], origin: dict, large: b
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add_arguments(parser, "local copy of the data set", "address of a copy of the data set", True, None)
-    parser.add_argument("--parts", default="1-500", help="a range of parts")
-    parser.add_argument("--large", action="store_true", help="DiffusionDB large (14 million) instead of 2M")
-    parser.add_argument("--no_metadata", action="store_true", help="do without the NSFW scores")
-    args = parser.parse_args()
+    p = parser(__doc__)
+    add_arguments(p, "local copy of the data set", "address of a copy of the data set", True, None)
+    g = p.add_argument_group("of DiffusionDB")
+    g.add_argument("--parts", default="1-500", help="a range of parts")
+    g.add_argument("--large", action="store_true", help="DiffusionDB large (14 million) instead of 2M")
+    g.add_argument("--no_metadata", action="store_true", help="do without the NSFW scores")
+    args = p.parse_args()
     check_arguments(args)
     parts = parse_range("--parts", args.parts, 1, MAX_PARTS[args.large], "1-500")
     names = ("parts", "large", "no_metadata", "size", "min_side")

@@ -12,7 +12,6 @@ addresses are taken out of prompts.
 Run the same command again to go on after a stop. What is left out is counted by reason.
 """
 
-import argparse
 import contextlib
 import json
 import re
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import _path  # noqa: F401
 
+from sd.cli import parser
 from sd.errors import InputError, run
 from sd.files import make_folder, replace_folder
 from sd.folders import is_hidden, is_picture
@@ -126,11 +126,12 @@ def write_shard(path: Path, place: int, numbers: list[int], origin: dict, annota
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add_arguments(parser, "local copy of the data set", "address of a copy of the data set", True, None)
-    parser.add_argument("--archives", default="0-9", help="a range of archives, from 0 to 199")
-    parser.add_argument("--caption", choices=("caption", "prompt"), default="caption", help="what becomes the caption")
-    args = parser.parse_args()
+    p = parser(__doc__)
+    add_arguments(p, "local copy of the data set", "address of a copy of the data set", True, None)
+    g = p.add_argument_group("of JourneyDB")
+    g.add_argument("--archives", default="0-9", help="a range of archives, from 0 to 199")
+    g.add_argument("--caption", choices=("caption", "prompt"), default="caption", help="what becomes the caption")
+    args = p.parse_args()
     check_arguments(args)
     archives = parse_range("--archives", args.archives, 0, 199, "0-9")
     origin, settings, raw = begin("01c_journeydb.py", args, ("archives", "caption", "size", "min_side"))

@@ -38,11 +38,8 @@ class Parser(argparse.ArgumentParser):
     def _shorten(self):
         words = ["%(prog)s"]
         for action in self._actions:
-            value = action.metavar or (action.dest if action.option_strings else action.dest.upper())
-            if not action.option_strings and action.nargs != "*":
-                words.append(value)
-            elif action.required:
-                words.append(f"{action.option_strings[0]} {value.upper()}")
+            if action.required and action.nargs != "*":  # which argparse counts as required
+                words += [*action.option_strings[:1], (action.metavar or action.dest).upper()]
         self.usage = " ".join([*words, "[flags]"])
 
 
@@ -52,5 +49,5 @@ def parser(doc: str, defaults: dict | None = None) -> argparse.ArgumentParser:
     --help says where it is. Give every flag to an argument group, with a line of help that says what no value means,
     where there is no default. defaults: see Help."""
     about, examples = doc.strip("\n").split("\n\n")[:2]
-    epilog = f"examples:\n{examples}\n\nThe first lines of %(prog)s say more."
+    epilog = f"examples:\n{examples.replace('%', '%%')}\n\nThe first lines of %(prog)s say more."
     return Parser(description=about, epilog=epilog, formatter_class=partial(Help, defaults=defaults or {}))
