@@ -38,7 +38,7 @@ from pathlib import Path
 import torch
 
 from sd.cli import parser
-from sd.device import DTYPES, pick_device
+from sd.device import DTYPES, pick_device, usual_dtype
 from sd.encoder import Encoder
 from sd.errors import InputError, run
 from sd.files import sha256
@@ -209,7 +209,7 @@ def device_of(args) -> torch.device:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     args.batch = (32 if cuda else 8) if args.batch is None else args.batch
     args.workers = (min(16, cpus) if cuda else 0) if args.workers is None else args.workers
-    args.dtype = ("bf16" if cuda else "fp32") if args.dtype is None else args.dtype
+    args.dtype = args.dtype or usual_dtype(device)
     return device
 
 

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 
 from sd.cli import parser
 from sd.errors import InputError, run
-from sd.files import make_folder, read_json, replace_folder, write_manifest
+from sd.files import make_folder, read_json, replace_folder, sha256, write_manifest
 from sd.hashes import Hashes, hash_texts
 from sd.shards import key_fraction
 from sd.workers import progress
@@ -210,7 +210,7 @@ def main() -> None:
 
     manifests = read_manifests(args.tokens)
     inputs = [
-        {"source": m["source"], "rows": m["rows"], "manifest_sha256": sha256_of(folder / "manifest.json")}
+        {"source": m["source"], "rows": m["rows"], "manifest_sha256": sha256(folder / "manifest.json")}
         for folder, m in zip(args.tokens, manifests, strict=True)
     ]
     settings = {"val_fraction": args.val_fraction, "file_rows": args.file_rows, "inputs": inputs}
@@ -244,11 +244,6 @@ def main() -> None:
     write_manifest(temporary, manifest)
     replace_folder(temporary, args.out)
     print(f"{counts['train']:,} rows to train on, {counts['val']:,} held out: {args.out}")
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 if __name__ == "__main__":

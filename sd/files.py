@@ -59,8 +59,14 @@ def make_writable(folder: Path):
 
 
 def sha256(path: Path) -> str:
+    """Of a file's content, hexadecimal."""
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """sha256 of every file in a folder and those below it, by its path inside."""
+    return {str(p.relative_to(folder)): sha256(p) for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def lock_run(out: Path):
@@ -176,9 +182,14 @@ def read_json(path: str | Path) -> dict:
     return content
 
 
+def write_json(path: str | Path, content: dict) -> None:
+    """Writes a JSON object, whole."""
+    atomic_write(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
 def write_manifest(folder: str | Path, manifest: dict) -> None:
     """Writes manifest.json into a folder. It holds no times, so that the same data give the same bytes."""
-    atomic_write(Path(folder) / "manifest.json", json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+    write_json(Path(folder) / "manifest.json", manifest)
 
 
 def claim_folder(folder: str | Path, script: str, settings: dict) -> bool:
