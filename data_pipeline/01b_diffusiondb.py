@@ -24,7 +24,6 @@ import pyarrow.parquet as pq
 
 from sd.cli import parser
 from sd.errors import InputError, run
-from sd.folders import is_hidden, is_picture
 from sd.pictures import Reject
 from sd.shards import ShardWriter
 from sd.sources import (
@@ -32,6 +31,7 @@ from sd.sources import (
     add_picture,
     begin,
     check_arguments,
+    each_picture,
     fetch,
     forget,
     open_zip,
@@ -84,19 +84,9 @@ def write_shard(path: Path, place: int, parts: list[int], origin: dict, large: b
     prompts, scores = None, read_scores(metadata, number)
     with open_zip(zip_path) as archive, ShardWriter(path) as shard:
         prompts = read_prompts(archive, zip_path.stem)
-        seen = set()
-        for info in archive.infolist():
-            name = info.filename.rpartition("/")[2]
-            if info.is_dir() or not is_picture(name):
-                continue
-            if is_hidden(info.filename):
-                shard.reject("hidden")
-                continue
-            if name in seen:
-                shard.reject("duplicate_key")
-                continue
-            entry, key = prompts.get(name, {}), f"{number:06d}{len(seen):04d}"
-            seen.add(name)
+        members = ((info.filename, info) for info in archive.infolist() if not info.is_dir())
+        for i, name, info in each_picture(members, shard):
+            entry, key = prompts.get(name, {}), f"{number:06d}{i:04d}"
             about = {ours: entry.get(theirs) for theirs, ours in SETTINGS.items()}
             about |= {"url": f"diffusiondb:{zip_path.stem}/{name}", "punsafe": scores.get(name)}
             caption = clean_text(entry["p"]).strip() if isinstance(entry.get("p"), str) else ""

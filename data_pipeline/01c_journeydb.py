@@ -25,13 +25,13 @@ import _path  # noqa: F401
 from sd.cli import parser
 from sd.errors import InputError, run
 from sd.files import make_folder, replace_folder
-from sd.folders import is_hidden, is_picture
 from sd.shards import ShardWriter
 from sd.sources import (
     add_arguments,
     add_picture,
     begin,
     check_arguments,
+    each_picture,
     fetch,
     forget,
     iter_tgz,
@@ -104,20 +104,10 @@ def write_shard(path: Path, place: int, numbers: list[int], origin: dict, annota
     name = f"{numbers[0]:03d}"
     archive = fetch(origin, f"data/train/imgs/{name}.tgz", raw)
     captions = dict(json.loads(line) for line in open(annotations / f"{name}.jsonl"))
-    counts, seen = Counter(), set()
+    counts = Counter()
     with ShardWriter(path) as shard:
-        for member, data in iter_tgz(archive, counts):
-            base = member.rpartition("/")[2]
-            if not is_picture(base):
-                continue
-            if is_hidden(member):
-                shard.reject("hidden")
-                continue
-            if base in seen:
-                shard.reject("duplicate_key")
-                continue
-            key = f"{name}{len(seen):06d}"
-            seen.add(base)
+        for i, base, data in each_picture(iter_tgz(archive, counts), shard):
+            key = f"{name}{i:06d}"
             about = {"url": f"journeydb:{name}/{clean_text(base)}"}
             add_picture(shard, key, lambda data=data: data, captions.get(base, ""), about, size, side)
         shard.status.update(counts)

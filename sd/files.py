@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import socket
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,17 +34,8 @@ class new_folder:
     def __exit__(self, kind, error, trace):
         if kind is not None:
             shutil.rmtree(self.tmp, ignore_errors=True)
-            return
-        for file in self.tmp.rglob("*"):
-            if file.is_file():
-                with open(file, "rb") as f:
-                    os.fsync(f.fileno())
-        old = self.path.with_name(self.path.name + ".old")
-        if self.path.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            os.rename(self.path, old)
-        os.rename(self.tmp, self.path)
-        shutil.rmtree(old, ignore_errors=True)
+        else:
+            replace_folder(self.tmp, self.path)
 
 
 def make_writable(folder: Path):
@@ -90,9 +80,6 @@ def link(source: Path | str, target: Path) -> bool:
     except FileExistsError:
         return False
     return True
-
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # a script of data_pipeline/ does not see sd/ otherwise
 
 
 @contextmanager
@@ -144,7 +131,8 @@ def fsync(folder: Path) -> None:
 
 
 def replace_folder(temporary: Path, folder: Path) -> None:
-    """Renames `temporary` to `folder`, first moving an older `folder` out of the way, which is deleted last."""
+    """Renames `temporary` to `folder`, its files flushed, first moving an older `folder` out of the way, which is
+    deleted last."""
     for path in sorted(temporary.rglob("*")):
         if path.is_file():
             with open(path, "rb") as file:
@@ -156,8 +144,7 @@ def replace_folder(temporary: Path, folder: Path) -> None:
         os.rename(folder, old)
     os.rename(temporary, folder)
     fsync(folder.parent)
-    if old.exists():
-        shutil.rmtree(old)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def make_folder(path: str | Path) -> Path:

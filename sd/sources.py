@@ -18,7 +18,7 @@ import urllib.request
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +75,23 @@ def parse_range(flag: str, text: str, lowest: int, highest: int, example: str) -
 def folder_of(name: str) -> str:
     """The folder right above a picture; '' if there is none."""
     return name.split("/")[-2] if "/" in name else ""
+
+
+def each_picture(members: Iterable[tuple[str, object]], shard: ShardWriter) -> Iterator[tuple[int, str, object]]:
+    """(number from 0, file name, what came with it) of the pictures among (path, what comes with it) of an archive. A
+    hidden one and one whose file name was there before are rejected."""
+    seen = set()
+    for path, content in members:
+        name = path.rpartition("/")[2]
+        if not is_picture(name):
+            continue
+        if is_hidden(path):
+            shard.reject("hidden")
+        elif name in seen:
+            shard.reject("duplicate_key")
+        else:
+            seen.add(name)
+            yield len(seen) - 1, name, content
 
 
 def choose(options: list, seed: int, key: str):
