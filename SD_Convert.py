@@ -10,8 +10,8 @@ files (safetensors or pickles, known by their first bytes), diffusers folders, h
 vae_rows) serves both directions and matches whole key segments. Reading is strict: every key is accounted for and every
 shape checked, or InputError lists the first differences and guesses the cause; what is known to be left over is listed
 by name (IGNORED). Files are memory-mapped, so reading one never holds two copies; pickles are read with weights_only
-alone. What a network predicts is taken from wherever files say it (sd/prediction.py), printed, and set by --prediction
-and --zero_terminal_snr.
+alone. What a network predicts is taken from wherever files say it (sd/weights/prediction.py), printed, and set by
+--prediction and --zero_terminal_snr.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from sd.cli import parser
 from sd.device import DTYPES
 from sd.errors import InputError, run
 from sd.weights.read import Model, load_text_encoder, load_vae, open_model
@@ -27,24 +28,24 @@ from SD_Model import VAE
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument(
-        "source", metavar="IN", help="a checkpoint or run folder, a single file, a diffusers folder or a hub name"
-    )
-    p.add_argument("out", metavar="OUT", help="a new .safetensors (ldm) or a new folder (diffusers, native)")
-    p.add_argument("--format", required=True, choices=["ldm", "diffusers", "native"])
-    p.add_argument("--weights", choices=["ema", "live", "both"], help="default: both for native, else ema")
-    p.add_argument("--dtype", choices=list(DTYPES), help="default: fp16 for ldm, fp32 for folders")
-    p.add_argument("--prediction", choices=["epsilon", "v"], help="what the UNet predicts, if IN does not say it right")
-    p.add_argument(
-        "--zero_terminal_snr",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="was the UNet trained down to pure noise, if IN does not say it right",
-    )
-    p.add_argument("--vae", help="take the VAE from here instead: a folder, a file, a hub name")
-    p.add_argument("--text_encoder", help="take the text encoder from here instead: a folder, a file, a hub name")
-    p.add_argument("--tokenizer", help="take the tokenizer from here instead: a folder, CLIP's vocabulary, a hub name")
+    p = parser(__doc__)
+    g = p.add_argument_group("from and to")
+    g.add_argument("source", metavar="IN", help="a checkpoint or run folder, a single file, a diffusers folder or a "
+                   "hub name")  # fmt: skip
+    g.add_argument("out", metavar="OUT", help="a new .safetensors (ldm) or a new folder (diffusers, native)")
+    g.add_argument("--format", required=True, choices=["ldm", "diffusers", "native"],
+                   help="a single file for ComfyUI and A1111, a diffusers folder, or this project's own")  # fmt: skip
+    g.add_argument("--weights", choices=["ema", "live", "both"],
+                   help="the average, the last ones (default: both for native, else ema)")  # fmt: skip
+    g.add_argument("--dtype", choices=list(DTYPES), help="of the weights (default: fp16 for ldm, fp32 for folders)")
+
+    g = p.add_argument_group("the model, where IN does not say it right")
+    g.add_argument("--prediction", choices=["epsilon", "v"], help="what the UNet predicts (default: what IN says)")
+    g.add_argument("--zero_terminal_snr", action=argparse.BooleanOptionalAction, default=None,
+                   help="was the UNet trained down to pure noise (default: what IN says)")  # fmt: skip
+    g.add_argument("--vae", help="a folder, a file, a hub name (default: IN's)")
+    g.add_argument("--text_encoder", help="a folder, a file, a hub name (default: IN's)")
+    g.add_argument("--tokenizer", help="a folder, CLIP's vocabulary, a hub name (default: IN's)")
     args = p.parse_args(argv)
     weights = args.weights or ("both" if args.format == "native" else "ema")
     dtype = DTYPES[args.dtype or ("fp16" if args.format == "ldm" else "fp32")]

@@ -1,7 +1,7 @@
 """Text, and negative text, to pictures.
 
     python SD_ImageGen.py --model runs/demo --prompt "a red circle" --out out
-    python SD_ImageGen.py --model runs/final/checkpoints/step_00035000 --prompt "a portrait of an old sailor" \
+    python SD_ImageGen.py --model runs/final/checkpoints/step_00035000 --prompt "a portrait of an old sailor" \\
         --negative "blurry, cropped" --steps 100 --cfg 8.5 --seed 7 --n 4 --out out
     python SD_ImageGen.py --model runs/final --prompts_file prompts.txt --batch 8 --out out
     python SD_ImageGen.py --model v1-5-pruned.safetensors --prompt "a lighthouse" --sampler dpmpp_2m_karras --steps 25
@@ -26,6 +26,7 @@ import time
 import torch
 from tqdm import tqdm
 
+from sd.cli import parser
 from sd.device import DTYPES, layout, pick_device
 from sd.errors import InputError, run
 from sd.fused import FusedUNet, apply
@@ -83,56 +84,57 @@ DEFAULTS = dict(negative="", steps=50, cfg=7.5, seed=0, n=1, batch=4, cfg_rescal
 
 
 def parse_args(argv=None):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--model", help="a checkpoint or run folder, or any SD 1.x file or folder")
-    p.add_argument("--from_png", metavar="FILE", help="paint again what a PNG says, ours or A1111's; flags go on top")
-    p.add_argument("--overwrite", action="store_true", default=None, help="number from 0 and write over what is there")
-    p.add_argument("--out", help="a folder, or a .png for one picture; default: out")
+    p = parser(__doc__, DEFAULTS)
+    g = p.add_argument_group("what to paint with, and where to")
+    g.add_argument("--model", help="a checkpoint or run folder, or any SD 1.x file or folder; must be given")
+    g.add_argument("--from_png", metavar="FILE", help="paint again what a PNG says, ours or A1111's; flags go on top, "
+                   "and what it says before the defaults (default: none)")  # fmt: skip
+    g.add_argument("--out", help="a folder, or a .png for one picture")
+    g.add_argument("--overwrite", action="store_true", default=None, help="number from 0 and write over what is there")
 
     g = p.add_argument_group("prompts")
-    g.add_argument("--prompt", help="what to paint")
-    g.add_argument("--negative", help="what to steer away from")
-    g.add_argument("--prompts_file", help=".txt with a prompt a line, or .jsonl with prompt, negative, seed")
+    g.add_argument("--prompt", help="what to paint; or --prompts_file")
+    g.add_argument("--negative", help="what to steer away from (default: nothing)")
+    g.add_argument("--prompts_file", metavar="FILE", help=".txt with a prompt a line, or .jsonl with prompt, negative, "
+                   "seed (default: none)")  # fmt: skip
     g.add_argument("--plain_prompt", action=argparse.BooleanOptionalAction,
                    help="brackets, BREAK and backslashes are words, not A1111's syntax of weights")  # fmt: skip
     g.add_argument("--long_prompts", choices=LONG_PROMPTS, help="over 75 tokens: cut every 75, the shorter of prompt "
-                   "and negative padded (default); or cut at commas, or between weighted words, as A1111 and ComfyUI "
-                   "do by default, without padding")  # fmt: skip
-    g.add_argument("--seed", type=int, help=f"picture i uses seed + i; 0 to {SEEDS - 1}; default: 0")
-    g.add_argument("--n", type=int, help="pictures a prompt; default: 1")
+                   "and negative padded; or cut at commas, or between weighted words, as A1111 and ComfyUI do by "
+                   "default, without padding")  # fmt: skip
+    g.add_argument("--seed", type=int, help=f"picture i uses seed + i; 0 to {SEEDS - 1}")
+    g.add_argument("--n", type=int, help="pictures a prompt")
 
     g = p.add_argument_group("sampling")
-    g.add_argument("--sampler", help=f"{', '.join(SAMPLERS)}; default: ddim")
-    g.add_argument("--steps", type=int, help="default: 50")
-    g.add_argument("--cfg", type=float, help="guidance scale; 1: the prompt alone, 0: the negative alone; default: 7.5")
-    g.add_argument("--cfg_rescale", type=float, help="0 to 1; 0.7 for zero-SNR models, which burn else; default: 0")
+    g.add_argument("--sampler", help=", ".join(SAMPLERS))
+    g.add_argument("--steps", type=int, help="sampling steps")
+    g.add_argument("--cfg", type=float, help="guidance scale; 1: the prompt alone, 0: the negative alone")
+    g.add_argument("--cfg_rescale", type=float, help="0 to 1; 0.7 for zero-SNR models, which burn else")
     g.add_argument("--spacing", choices=["leading", "trailing", "linspace"],
-                   help="which timesteps; default: the model's, else diffusers' own for the sampler")  # fmt: skip
-    g.add_argument("--ddim_timesteps", choices=["diffusers", "a1111", "comfyui"], help="ddim: exactly --steps of them "
-                   "(default), or the list of the original code, which A1111 and ComfyUI use: 31 for 30")  # fmt: skip
-    g.add_argument("--width", type=int, help="pixels, a multiple of 8; default: the size the model was trained at")
-    g.add_argument("--height", type=int)
-    g.add_argument("--init_image", help="a picture to start from instead of noise")
-    g.add_argument("--strength", type=float, help="0 to 1, with --init_image: how much may change; default: 0.75")
+                   help="which timesteps (default: the model's, else diffusers' own for the sampler)")  # fmt: skip
+    g.add_argument("--ddim_timesteps", choices=["diffusers", "a1111", "comfyui"], help="ddim: exactly --steps of them, "
+                   "or the list of the original code, which A1111 and ComfyUI use: 31 for 30")  # fmt: skip
+    g.add_argument("--width", type=int, help="pixels, a multiple of 8 (default: the size the model was trained at)")
+    g.add_argument("--height", type=int, help="the same (default: the size the model was trained at)")
+    g.add_argument("--init_image", metavar="FILE", help="a picture to start from (default: noise)")
+    g.add_argument("--strength", type=float, help="0 to 1, with --init_image: how much may change")
 
     g = p.add_argument_group("the model")
-    g.add_argument("--weights", choices=["ema", "live"], help="default: ema")
-    g.add_argument("--vae", help="a VAE other than the model's: folder, file or hub name")
-    g.add_argument("--text_encoder", help="a text encoder other than the model's: folder or hub name")
-    g.add_argument("--tokenizer", help="a tokenizer other than the model's: folder or hub name")
-    g.add_argument("--prediction", choices=["epsilon", "v"], help="what the UNet predicts, where the file does not say")
-    g.add_argument(
-        "--zero_terminal_snr",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="is its last timestep pure noise, where the file does not say",
-    )
+    g.add_argument("--weights", choices=["ema", "live"], help="the average of the weights, or the last ones")
+    g.add_argument("--vae", help="folder, file or hub name (default: the model's)")
+    g.add_argument("--text_encoder", help="folder or hub name (default: the model's)")
+    g.add_argument("--tokenizer", help="folder or hub name (default: the model's)")
+    g.add_argument("--prediction", choices=["epsilon", "v"], help="what the UNet predicts (default: what the file "
+                   "says, else epsilon)")  # fmt: skip
+    g.add_argument("--zero_terminal_snr", action=argparse.BooleanOptionalAction, default=None,
+                   help="is its last timestep pure noise (default: what the file says, else no)")  # fmt: skip
 
     g = p.add_argument_group("running")
-    g.add_argument("--batch", type=int, help="pictures at once; does not change them; default: 4")
-    g.add_argument("--device", help="cuda, cuda:1, mps or cpu; default: the best there is")
-    g.add_argument("--dtype", choices=list(DTYPES), help="default: bf16 on CUDA, fp32 elsewhere")
-    g.add_argument("--benchmark", type=int, metavar="STEPS", help="time so many steps with --batch, write nothing")
+    g.add_argument("--batch", type=int, help="pictures at once; does not change them")
+    g.add_argument("--device", help="cuda, cuda:1, mps or cpu (default: the best there is)")
+    g.add_argument("--dtype", choices=list(DTYPES), help="of networks (default: bf16 on CUDA, fp32 elsewhere)")
+    g.add_argument("--benchmark", type=int, metavar="STEPS", help="time so many steps with --batch and write nothing "
+                   "(default: paint)")  # fmt: skip
     return p.parse_args(argv)
 
 

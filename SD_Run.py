@@ -1,16 +1,16 @@
 """What a training run leaves on disk: checkpoints, logs and curves.
 
     python SD_Run.py --plot runs/1_broad          # draw curves.png anew, of a running run too
-    python SD_Run.py --lineage MODEL              # its chain of parents; MODEL: a checkpoint, run or export
+    python SD_Run.py --lineage runs/2_hq       # the chain of parents of a checkpoint, run or export
 
 Run folder: config.json, log.jsonl, validation.jsonl, curves.png, samples/, checkpoints/step_00012000/.
 Checkpoint: unet.safetensors, unet_ema.safetensors, text_encoder/ and text_encoder_ema/ (if trained), vae/ (if small),
 optimizer.pt, model.json (what it is), state.json (where training stands), manifest.json (sha256 of every file).
 """
 
-import argparse
 from pathlib import Path
 
+from sd.cli import parser
 from sd.errors import InputError, run
 from sd.log import plot_run
 from sd.weights.read import open_model
@@ -34,8 +34,8 @@ def print_lineage(source: str):
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = p.add_mutually_exclusive_group(required=True)
+    p = parser(__doc__)
+    what = p.add_argument_group("one of these").add_mutually_exclusive_group(required=True)
     what.add_argument("--plot", metavar="RUN", help="draw curves.png of a run folder anew")
     what.add_argument("--lineage", metavar="MODEL", help="print the chain of parents of a checkpoint, run or export")
     args = p.parse_args(argv)

@@ -35,6 +35,7 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from sd.checkpoints import find_checkpoint
+from sd.cli import parser
 from sd.data import Batch, Prefetcher, check_seed, make_batch
 from sd.device import Place, check_agreement, peak_flops, setup_device, sum_over_ranks
 from sd.errors import InputError, run
@@ -158,103 +159,100 @@ TOO_MANY_SKIPPED = (
 
 def parse_args(argv=None) -> argparse.Namespace:
     """Flags default to None and override the phase's row (or, on --resume, what the run began with)."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = parser(__doc__, dict.fromkeys(Phase._fields, "the phase's") | DEFAULTS)
     on = dict(action="store_true", default=None)
 
     g = p.add_argument_group("what to train")
     g.add_argument("--phase", required=True, help=f"row of PHASES, by name or number: {', '.join(PHASES)}")
     g.add_argument("--model", help=f"network preset: {', '.join(PRESETS)}")
-    g.add_argument("--init_from", help="start from these weights: checkpoint, run folder, or any SD 1.x file or folder")
+    g.add_argument("--init_from", help="start from these weights: checkpoint, run folder, or any SD 1.x file or folder "
+                   "(default: random weights)")  # fmt: skip
     g.add_argument("--init_weights", choices=["same", "ema", "live"], default="same",
-                   help="of --init_from: live to live and EMA to EMA (same), or both from one")  # fmt: skip
-    g.add_argument("--text_encoder", help="folder or hub name; default openai/clip-vit-large-patch14 for sd15")
-    g.add_argument("--tokenizer", help="folder: start a fresh text encoder of the preset's size for this tokenizer")
+                   help="of --init_from: live to live and EMA to EMA, or both from one")  # fmt: skip
+    g.add_argument("--text_encoder", help="folder or hub name (default: openai/clip-vit-large-patch14 for sd15; the "
+                   "small presets want one named)")  # fmt: skip
+    g.add_argument("--tokenizer", help="folder: start a fresh text encoder of the preset's size for this tokenizer "
+                   "(default: none)")  # fmt: skip
     g.add_argument("--train_text_encoder", help="train it with the UNet", **on)
-    g.add_argument("--text_lr", type=float, help="its learning rate, as a multiple of --lr (0.1)")
-    g.add_argument("--vae", help="for sample grids; default: the one the latents were made with")
+    g.add_argument("--text_lr", type=float, help="its learning rate, as a multiple of --lr")
+    g.add_argument("--vae", help="for sample grids (default: the one that the latents were made with)")
     g.add_argument("--zero_init", choices=["all", "original", "none"], help="which layers start at zero")
 
     g = p.add_argument_group("data")
-    g.add_argument("--data_root", help="folder of <source>/dataset and <source>/latents (data)")
-    g.add_argument("--data", help="sources: name[:weight[:cap]],...")
-    g.add_argument("--dataset", help="instead: one dataset folder ...")
-    g.add_argument("--latents", help="... and its latents")
+    g.add_argument("--data_root", help="folder of <source>/dataset and <source>/latents")
+    g.add_argument("--data", help="sources below it: name[:weight[:cap]],...")
+    g.add_argument("--dataset", help="one dataset folder, instead of --data (default: none)")
+    g.add_argument("--latents", help="and its latents (default: none)")
     g.add_argument("--size", type=int, help="pixels a side")
-    g.add_argument(
-        "--latent_fraction", type=float, help="use this share of the pictures, chosen by hash of the key (1)"
-    )
+    g.add_argument("--latent_fraction", type=float, help="use this share of the pictures, chosen by hash of the key")
 
     g = p.add_argument_group("optimisation")
-    g.add_argument("--epochs", type=float)
+    g.add_argument("--epochs", type=float, help="passes over the data")
     g.add_argument("--max_steps", type=int, help="optimizer steps of the whole run, instead of --epochs; of the two, "
-                   "the one given at --resume counts from then on")  # fmt: skip
-    g.add_argument("--stop_at", type=int, help="save and stop after this step; the schedule stays as planned")
+                   "the one given at --resume counts from then on (default: as --epochs says)")  # fmt: skip
+    g.add_argument("--stop_at", type=int, help="save and stop after this step; the schedule stays as planned "
+                   "(default: the last step)")  # fmt: skip
     g.add_argument("--batch", type=int, help="images a GPU and micro-batch")
     g.add_argument("--accumulate", type=int, help="micro-batches a step")
-    g.add_argument("--lr", type=float)
-    g.add_argument("--lr_schedule", choices=["cosine", "linear", "constant"], help="after the warm-up (cosine)")
-    g.add_argument("--warmup", type=int)
-    g.add_argument("--decay", type=float, help="weight decay")
-    g.add_argument("--beta1", type=float)
-    g.add_argument("--beta2", type=float)
-    g.add_argument("--clip", type=float, help="largest global gradient norm; 0: any (1)")
-    g.add_argument(
-        "--adaptive_clip", type=float, help="and at most this multiple of the norm's running mean, say 3; 0: any (0)"
-    )
-    g.add_argument("--ema", type=float)
-    g.add_argument("--seed", type=int, help="from 0 to 4,294,967,295 (0)")
+    g.add_argument("--lr", type=float, help="peak learning rate")
+    g.add_argument("--lr_schedule", choices=["cosine", "linear", "constant"], help="after the warm-up")
+    g.add_argument("--warmup", type=int, help="steps from 1 %% of the peak learning rate to the peak")
+    g.add_argument("--decay", type=float, help="weight decay, never on biases and norms")
+    g.add_argument("--beta1", type=float, help="AdamW's, of the gradient's running mean")
+    g.add_argument("--beta2", type=float, help="AdamW's, of its square's")
+    g.add_argument("--clip", type=float, help="largest global gradient norm; 0: any")
+    g.add_argument("--adaptive_clip", type=float, help="and at most this multiple of the norm's running mean, say 3; "
+                   "0: any")  # fmt: skip
+    g.add_argument("--ema", type=float, help="decay of the weights' average")
+    g.add_argument("--seed", type=int, help="of weights, order, noise and timesteps, from 0 to 4,294,967,295")
 
     g = p.add_argument_group("diffusion")
-    g.add_argument("--betas", choices=["scaled_linear", "linear", "squaredcos_cap_v2"])
-    g.add_argument("--prediction", choices=["epsilon", "v"])
-    g.add_argument("--zero_terminal_snr", help="with --prediction v", **on)
+    g.add_argument("--betas", choices=["scaled_linear", "linear", "squaredcos_cap_v2"], help="noise schedule")
+    g.add_argument("--prediction", choices=["epsilon", "v"], help="what the UNet predicts")
+    g.add_argument("--zero_terminal_snr", help="with --prediction v: the last timestep is pure noise", **on)
     g.add_argument("--weighting", choices=["min_snr", "min_snr_plus_1", "debiased", "none"],
-                   help="of the loss over timesteps (min_snr; with --zero_terminal_snr min_snr_plus_1, since min_snr "
-                   "gives the last timestep no weight)")  # fmt: skip
+                   help="of the loss over timesteps; with --zero_terminal_snr, whose last timestep min_snr gives no "
+                   "weight, the default is min_snr_plus_1")  # fmt: skip
     g.add_argument("--gamma", type=float, help="of min_snr and min_snr_plus_1; 0: no weighting")
-    g.add_argument("--offset_noise", type=float, help="standard deviation of a constant noise a channel, say 0.1 (0)")
-    g.add_argument("--drop", type=float, help="caption dropout")
+    g.add_argument("--offset_noise", type=float, help="standard deviation of a constant noise a channel, say 0.1")
+    g.add_argument("--drop", type=float, help="share of captions replaced by the empty one")
 
     g = p.add_argument_group("speed and memory")
-    g.add_argument("--device", help="cuda, mps or cpu; default: the best there is")
-    g.add_argument("--dtype", choices=["fp32", "bf16"], help="autocast; default bf16 on CUDA, fp32 elsewhere")
+    g.add_argument("--device", help="cuda, mps or cpu (default: the best there is)")
+    g.add_argument("--dtype", choices=["fp32", "bf16"], help="autocast (default: bf16 on CUDA, fp32 elsewhere)")
     g.add_argument("--grad_checkpoint", choices=["none", "resblocks", "all", "auto"],
                    help="blocks to recompute in backward, to save memory: residual ones, transformers too, or as "
-                   "few as fit the card (none)")  # fmt: skip
-    g.add_argument("--kernels", help="fused Triton kernels; default on NVIDIA cards that run them", **on)
-    g.add_argument("--no_kernels", dest="kernels", action="store_false", default=None)
+                   "few as fit the card")  # fmt: skip
+    g.add_argument("--kernels", help="fused Triton kernels (default: on NVIDIA cards that run them)", **on)
+    g.add_argument("--no_kernels", dest="kernels", action="store_false", default=None, help="plain PyTorch instead")
     g.add_argument("--compress_gradients", help="average gradients over GPUs in bf16: half the traffic, rounded", **on)
     g.add_argument("--no_peer_copies", dest="peer_copies", action="store_false", default=None,
                    help="let NCCL share gradients even if GPUs reach each other; all update all weights")  # fmt: skip
-    g.add_argument("--channels_last", help="memory format; default on CUDA", **on)
-    g.add_argument("--contiguous", dest="channels_last", action="store_false", default=None)
+    g.add_argument("--channels_last", help="memory format NHWC (default: on CUDA)", **on)
+    g.add_argument("--contiguous", dest="channels_last", action="store_false", default=None, help="NCHW instead")
 
     g = p.add_argument_group("the run")
-    g.add_argument("--out", help="run folder (runs/<phase>)")
-    g.add_argument(
-        "--resume", nargs="?", const="latest", help="go on from the newest valid checkpoint, or from this one"
-    )
-    g.add_argument("--save_steps", type=int, help="steps between checkpoints (1000)")
-    g.add_argument("--keep_last", type=int, help="checkpoints kept; 0: all (3)")
-    g.add_argument("--keep_every", type=int, help="and for ever, each of this many steps (0: none)")
-    g.add_argument("--val_steps", type=int, help="steps between validations; 0: never (500)")
-    g.add_argument("--val_images", type=int, help="pictures of each validation split (256)")
-    g.add_argument("--sample_steps", type=int, help="steps between sample grids; 0: never (1000)")
-    g.add_argument("--sample_prompts", help="file with a prompt a line, or .jsonl; default: eight held-out captions")
-    g.add_argument("--sample_cfg", type=float, help="guidance of the sample grids (7.5)")
-    g.add_argument("--log_steps", type=int, help="steps a line of log.jsonl (10)")
-    g.add_argument("--max_skipped", type=int, help="stop after so many non-finite steps in a row (10)")
-    g.add_argument("--wandb", choices=["auto", "online", "offline", "disabled"], help="auto: offline without a key")
+    g.add_argument("--out", help="run folder (default: runs/<phase>)")
+    g.add_argument("--resume", nargs="?", const="latest", metavar="CHECKPOINT", help="go on from the newest valid "
+                   "checkpoint, or from this one, with what the run began with where no flag says otherwise (default: "
+                   "begin anew)")  # fmt: skip
+    g.add_argument("--save_steps", type=int, help="steps between checkpoints")
+    g.add_argument("--keep_last", type=int, help="checkpoints kept; 0: all")
+    g.add_argument("--keep_every", type=int, help="and for ever, each of this many steps; 0: none")
+    g.add_argument("--val_steps", type=int, help="steps between validations; 0: never")
+    g.add_argument("--val_images", type=int, help="pictures of each validation split")
+    g.add_argument("--sample_steps", type=int, help="steps between sample grids; 0: never")
+    g.add_argument("--sample_prompts", help="file with a prompt a line, or .jsonl (default: eight held-out captions)")
+    g.add_argument("--sample_cfg", type=float, help="guidance of the sample grids")
+    g.add_argument("--log_steps", type=int, help="steps a line of log.jsonl")
+    g.add_argument("--max_skipped", type=int, help="stop after so many non-finite steps in a row")
+    g.add_argument("--wandb", choices=["auto", "online", "offline", "disabled"],
+                   help="Weights & Biases; auto: online with a key, offline without")  # fmt: skip
     g.add_argument("--dry_run", action="store_true", help="print the resolved configuration and plan, and stop")
-    g.add_argument(
-        "--benchmark",
-        type=int,
-        metavar="STEPS",
-        help="time so many steps, on synthetic latents if no data are named, and stop",
-    )
-    g.add_argument(
-        "--trace", metavar="FILE", help="of --benchmark: write a trace of three more steps (Chrome's format)"
-    )
+    g.add_argument("--benchmark", type=int, metavar="STEPS", help="time so many steps, on synthetic latents if no data "
+                   "are named, and stop (default: train)")  # fmt: skip
+    g.add_argument("--trace", metavar="FILE", help="of --benchmark: write a trace of three more steps, in Chrome's "
+                   "format (default: none)")  # fmt: skip
     return p.parse_args(argv)
 
 

@@ -1,7 +1,7 @@
 """Trains an autoencoder from image shards, for those who have no pretrained one.
 
     python SD_TrainVAE.py --images data/shapes/images --model tiny --size 64 --out runs/vae --resume
-    python SD_TrainVAE.py --images data/openmoji/images --model small --size 128 --max_steps 20000 --batch 64 \
+    python SD_TrainVAE.py --images data/openmoji/images --model small --size 128 --max_steps 20000 --batch 64 \\
         --out runs/vae_openmoji
     python encode_latents.py --images data/shapes/images --vae runs/vae/vae --size 64 --out data/shapes/latents
 
@@ -22,16 +22,14 @@ Order and noise are functions of (seed, step), so a run that was killed and resu
 on a CPU. With --resume the same command starts, goes on, or says that it is done.
 """
 
-import argparse
 import copy
 import hashlib
 import json
 import math
-import os
 import pickle
 import shutil
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -39,13 +37,13 @@ import torch
 from safetensors.torch import load_file
 
 from sd.checkpoints import MAX_STEPS, find_checkpoint, readable_alike, resume_problem
+from sd.cli import parser
 from sd.data import MAX_SEED, check_seed
-from sd.device import DTYPES, pick_device
+from sd.device import DTYPES, pick_device, usual_dtype
 from sd.errors import InputError, run
-from sd.files import atomic_path, lock_run, make_folder, new_folder, read_json, sha256
-from sd.latents import write_json
-from sd.log import cut_log, finite_or_null
-from sd.optim import Muon
+from sd.files import digests, lock_run, make_folder, new_folder, read_json, write_json
+from sd.log import append_json, cut_log
+from sd.optim import Muon, ema_decay, fallen, update_ema
 from sd.output import save_png
 from sd.pictures import grid
 from sd.shards import image_key, key_fraction, list_shards, source_of
@@ -61,6 +59,8 @@ MAX_HELD_OUT = 256  # pictures that the PSNR is measured on
 MAX_MEASURED = 4096  # pictures that the latents' standard deviation is measured on
 
 NEEDED = {"vae.safetensors", "vae_ema.safetensors", "optimizer.pt", "state.json"}  # to go on from a checkpoint
+
+MACHINE = {"images", "out", "resume", "save_steps", "log_steps", "ram_gib", "workers", "device"}  # may differ on resume
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -189,27 +189,24 @@ def save_comparison(path: Path, pictures: torch.Tensor, reconstructions: torch.T
     for i in range(0, min(len(pictures), 4 * columns) // columns * columns or len(pictures), columns):
         rows += [pictures[i : i + columns].numpy(), reconstructions[i : i + columns].numpy()]
     path.parent.mkdir(exist_ok=True)
-    with atomic_path(path) as temporary:
-        png = temporary.with_suffix(".png")  # PIL goes by the suffix
-        save_png(png, grid(np.concatenate(rows), columns=min(columns, len(pictures))))
-        os.replace(png, temporary)
+    save_png(path, grid(np.concatenate(rows), columns=min(columns, len(pictures))))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 # Checkpoints
-def save_checkpoint(run: Path, step: int, vae: VAE, ema: VAE, optimizers: list, config: dict):
+def save_checkpoint(out: Path, trained: "Trained", config: dict):
     """checkpoints/step_NNNNNNNN, written under another name with its checksums, flushed, renamed; two are kept."""
-    with new_folder(run / "checkpoints" / f"step_{step:08d}", replace=True) as tmp:
-        for name, module in (("vae", vae), ("vae_ema", ema)):
+    with new_folder(out / "checkpoints" / f"step_{trained.step:08d}", replace=True) as tmp:
+        for name, module in (("vae", trained.vae), ("vae_ema", trained.ema)):
             state = {k: t.detach().cpu().contiguous() for k, t in module.state_dict().items()}
             save_tensors(state, tmp / f"{name}.safetensors")
-        torch.save([optimizer.state_dict() for optimizer in optimizers], tmp / "optimizer.pt")
-        (tmp / "state.json").write_text(json.dumps({"step": step, "config": config}, indent=1))
+        torch.save([optimizer.state_dict() for optimizer in trained.optimizers], tmp / "optimizer.pt")
+        (tmp / "state.json").write_text(json.dumps({"step": trained.step, "config": config}, indent=1))
         readable_alike(tmp)
-        (tmp / "manifest.json").write_text(json.dumps({f.name: sha256(f) for f in sorted(tmp.iterdir())}, indent=1))
-    for old in checkpoint_folders(run)[2:]:
+        (tmp / "manifest.json").write_text(json.dumps(digests(tmp), indent=1))
+    for old in checkpoint_folders(out)[2:]:
         shutil.rmtree(old)
 
 
@@ -226,11 +223,6 @@ def same_config(config: dict, old: dict, where: Path):
                 f"{where} was made with {name} {old.get(name)}, and {name} {config.get(name)} is asked for now: give "
                 "the same, or another --out"
             )
-
-
-def append_json(path: Path, record: dict):
-    with open(path, "a") as file:
-        file.write(json.dumps(finite_or_null(record), allow_nan=False) + "\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -265,18 +257,28 @@ def make_optimizers(vae: VAE, args) -> list[torch.optim.Optimizer]:
 
 
 def learning_rate(step: int, peak: float, warmup: int, max_steps: int) -> float:
-    """Linear warm-up, then a cosine to 1 % of the peak. step 0, 1, 2, ..."""
-    progress = max(0, step - warmup) / max(1, max_steps - warmup)
-    return peak * min(1.0, (step + 1) / max(1, warmup)) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
+    """Linear warm-up, then a cosine to 1 % of the peak. step 0, 1, 2, ...: the first takes a warmup-th of the peak (the
+    UNet's starts from 1 %), and 1 % belongs to step max_steps, the one after the last."""
+    fall = fallen(max(0, step - warmup) / max(1, max_steps - warmup))
+    return peak * min(1.0, (step + 1) / max(1, warmup)) * fall
 
 
-def train(args, config: dict, train_set: torch.Tensor, held_out: torch.Tensor, device: torch.device) -> tuple:
-    """The loop. Returns the EMA network and the step that it started from."""
-    run = Path(args.out)
+@dataclass
+class Trained:
+    """What training changes. step: how many are done."""
+
+    vae: VAE
+    ema: VAE
+    optimizers: list[torch.optim.Optimizer]
+    step: int
+
+
+def open_trained(args, config: dict, device: torch.device) -> Trained:
+    """Fresh networks and optimizers, or with --resume those of a checkpoint. The logs are cut to its step."""
+    out, step = Path(args.out), 0
     vae = new_vae(args.model, args.seed)
     ema = copy.deepcopy(vae).requires_grad_(False).eval()
-    step = 0
-    folder = find_checkpoint(run, args.resume, problem=checkpoint_problem) if args.resume else None
+    folder = find_checkpoint(out, args.resume, problem=checkpoint_problem) if args.resume else None
     if folder:
         state = read_json(folder / "state.json")
         same_config(config, state["config"], folder)
@@ -285,72 +287,87 @@ def train(args, config: dict, train_set: torch.Tensor, held_out: torch.Tensor, d
         ema.load_state_dict(load_file(folder / "vae_ema.safetensors"))
         print(f"going on from {folder}, step {step} of {args.max_steps}")
     for name in ("log.jsonl", "validation.jsonl"):
-        cut_log(run / name, step)
-
-    layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
-    vae, ema = (module.to(device, memory_format=layout) for module in (vae, ema))
+        cut_log(out / name, step)
+    memory = torch.channels_last if device.type == "cuda" else torch.contiguous_format
+    vae, ema = (module.to(device, memory_format=memory) for module in (vae, ema))
     optimizers = make_optimizers(vae, args)
     if folder:
-        try:
-            states = torch.load(folder / "optimizer.pt", map_location=device, weights_only=True)
-        except pickle.UnpicklingError:
-            raise InputError(f"{folder / 'optimizer.pt'} is not an optimizer state: give another checkpoint") from None
-        for optimizer, saved in zip(optimizers, states, strict=True):
-            optimizer.load_state_dict(saved)
+        load_optimizers(folder, optimizers, device)
+    return Trained(vae, ema, optimizers, step)
 
-    weights = {name: config[f"{name}_weight"] for name in ("l1", "l2", "edge", "kl")}
-    dtype = DTYPES[args.dtype]
-    z, side = vae.config.latent_channels, args.size // vae.config.factor
+
+def load_optimizers(folder: Path, optimizers: list[torch.optim.Optimizer], device: torch.device):
+    """Their states from a checkpoint. InputError if it holds something else; no code of the file is run."""
+    try:
+        states = torch.load(folder / "optimizer.pt", map_location=device, weights_only=True)
+    except pickle.UnpicklingError:
+        raise InputError(f"{folder / 'optimizer.pt'} is not an optimizer state: give another checkpoint") from None
+    for optimizer, saved in zip(optimizers, states, strict=True):
+        optimizer.load_state_dict(saved)
+
+
+def take_step(trained: Trained, pictures: torch.Tensor, lr: float, args) -> dict[str, torch.Tensor]:
+    """One step on pictures uint8 [B, H, W, 3], at lr as a share of the peaks. Returns the terms of the loss and the
+    gradient's norm before clipping. InputError if these are not finite; then nothing has changed."""
+    vae, device, dtype = trained.vae, next(trained.vae.parameters()).device, DTYPES[args.dtype]
+    for optimizer in trained.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group["peak_lr"]
+    side = args.size // vae.config.factor
+    noise = step_noise(args.seed, trained.step, (len(pictures), vae.config.latent_channels, side, side)).to(device)
+    weights = {name: getattr(args, f"{name}_weight") for name in ("l1", "l2", "edge", "kl")}
+    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        terms = losses(vae, to_model(pictures, device), noise, weights)
+    vae.zero_grad(set_to_none=True)
+    terms["loss"].backward()
+    terms = {name: term.detach() for name, term in terms.items()}
+    norm = torch.nn.utils.clip_grad_norm_(vae.parameters(), args.grad_clip)
+    if not math.isfinite(float(terms["loss"]) + float(norm)):
+        raise InputError(f"the loss became {float(terms['loss'])} at step {trained.step}: try a smaller --lr")
+    for optimizer in trained.optimizers:
+        optimizer.step()
+    trained.step += 1
+    update_ema(list(trained.ema.parameters()), list(vae.parameters()), ema_decay(args.ema, trained.step))
+    return terms | {"grad_norm": norm}
+
+
+def train(args, config: dict, train_set: torch.Tensor, held_out: torch.Tensor, device: torch.device) -> VAE:
+    """The loop. Returns the EMA network."""
+    out, trained = Path(args.out), open_trained(args, config, device)
     with progress(args.max_steps, "training", "step") as bar:
-        bar.update(step)
-        begin, since = time.perf_counter(), step
-        while step < args.max_steps:
-            lr = learning_rate(step, 1.0, args.warmup, args.max_steps)  # as a share of the peak
-            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-                group["lr"] = lr * group["peak_lr"]
-            x = to_model(train_set[batch_indices(args.seed, step, args.batch, len(train_set))], device)
-            noise = step_noise(args.seed, step, (args.batch, z, side, side)).to(device)
-            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                terms = losses(vae, x, noise, weights)
-            vae.zero_grad(set_to_none=True)
-            terms["loss"].backward()
-            terms = {name: term.detach() for name, term in terms.items()}
-            norm = torch.nn.utils.clip_grad_norm_(vae.parameters(), args.grad_clip)
-            if not math.isfinite(float(terms["loss"]) + float(norm)):
-                raise InputError(f"the loss became {float(terms['loss'])} at step {step}: try a smaller --lr")
-            for optimizer in optimizers:
-                optimizer.step()
-            step += 1
-            decay = min(args.ema, (1 + step) / (10 + step))
-            with torch.no_grad():
-                torch._foreach_lerp_(list(ema.parameters()), list(vae.parameters()), 1 - decay)
+        bar.update(trained.step)
+        begin, since = time.perf_counter(), trained.step
+        while trained.step < args.max_steps:
+            lr = learning_rate(trained.step, 1.0, args.warmup, args.max_steps)  # as a share of the peak
+            indices = batch_indices(args.seed, trained.step, args.batch, len(train_set))
+            terms = take_step(trained, train_set[indices], lr, args)
+            step = trained.step
             bar.update(1)
 
             if step % args.log_steps == 0 or step == args.max_steps:
                 now = time.perf_counter()
                 record = {"step": step, "images": step * args.batch, "epoch": step * args.batch / len(train_set)}
-                record |= {name: float(term) for name, term in terms.items()}
-                record |= {"lr": lr * args.lr, "grad_norm": float(norm)}
+                record |= {name: float(term) for name, term in terms.items()} | {"lr": lr * args.lr}
                 record["images_per_s"] = round((step - since) * args.batch / (now - begin), 1)
                 begin, since = now, step
-                append_json(run / "log.jsonl", record)
+                append_json(out / "log.jsonl", record)
                 bar.set_postfix(loss=f"{record['loss']:.4f}", img_per_s=record["images_per_s"], refresh=False)
             if step % args.save_steps == 0 or step == args.max_steps:
-                reconstructions, psnr = reconstruct(ema, held_out, device)
-                append_json(run / "validation.jsonl", {"step": step, "psnr": psnr})
-                save_comparison(run / "samples" / f"step_{step:08d}.png", held_out, reconstructions)
-                save_checkpoint(run, step, vae, ema, optimizers, config)
+                reconstructions, psnr = reconstruct(trained.ema, held_out, device)
+                append_json(out / "validation.jsonl", {"step": step, "psnr": psnr})
+                save_comparison(out / "samples" / f"step_{step:08d}.png", held_out, reconstructions)
+                save_checkpoint(out, trained, config)
                 bar.write(f"step {step}: {psnr:.2f} dB on {len(held_out)} held-out pictures")
-    return ema
+    return trained.ema
 
 
 def finish(args, config: dict, ema: VAE, train_set: torch.Tensor, held_out: torch.Tensor, device) -> dict:
     """Measure the latents, write <out>/vae with the scaling factor, and result.json last."""
-    run = Path(args.out)
+    out = Path(args.out)
     statistics = latent_statistics(ema, train_set, device)
     psnr = reconstruct(ema, held_out, device)[1]
     ema.config = replace(ema.config, scaling_factor=1 / statistics["std"])
-    save_vae(ema, run / "vae")
+    save_vae(ema, out / "vae")
     result = {
         "psnr": psnr,
         "latents": statistics,
@@ -358,7 +375,7 @@ def finish(args, config: dict, ema: VAE, train_set: torch.Tensor, held_out: torc
         "vae_hash": weights_hash(ema),
         "config": config,
     }
-    write_json(run / "result.json", result)
+    write_json(out / "result.json", result)
     return result
 
 
@@ -366,49 +383,49 @@ def finish(args, config: dict, ema: VAE, train_set: torch.Tensor, held_out: torc
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--images", required=True, help="folder of tars, or a glob in quotes")
-    parser.add_argument("--model", default="tiny", help=f"preset: {', '.join(PRESETS)}")
-    parser.add_argument("--out", required=True, help="run folder")
-    parser.add_argument(
-        "--resume", nargs="?", const="latest", help="go on: latest (or start, if there is none) or a path"
-    )
+    p = parser(__doc__)
+    g = p.add_argument_group("input and output")
+    g.add_argument("--images", required=True, help="folder of tars, or a glob in quotes")
+    g.add_argument("--model", default="tiny", help=f"preset: {', '.join(PRESETS)}")
+    g.add_argument("--out", required=True, help="run folder")
+    g.add_argument("--resume", nargs="?", const="latest", metavar="CHECKPOINT", help="go on from the newest valid "
+                   "checkpoint, if there is one, or from this one (default: begin anew)")  # fmt: skip
 
-    group = parser.add_argument_group("training")
-    group.add_argument("--size", type=int, default=64, help="side in pixels of the square that is cut from the middle")
-    group.add_argument("--max_steps", type=int, default=2000, help="optimizer steps")
-    group.add_argument("--batch", type=int, default=8, help="pictures a step")
-    group.add_argument(
-        "--optimizer", choices=["muon", "adamw"], default="muon", help="of conv kernels; AdamW has the rest"
-    )
-    group.add_argument("--lr", type=float, default=2e-3, help="AdamW's peak learning rate")
-    group.add_argument("--muon_lr", type=float, default=0.02, help="Muon's peak learning rate")
-    group.add_argument(
-        "--warmup", type=int, default=50, help="steps of linear warm-up; then a cosine to 1 %% of the peak"
-    )
-    group.add_argument("--weight_decay", type=float, default=0.01, help="AdamW's, never on biases and norms")
-    group.add_argument("--grad_clip", type=float, default=1.0, help="largest global norm of the gradient")
-    group.add_argument("--ema", type=float, default=0.995, help="decay of the weights' average, with warm-up")
-    group.add_argument("--seed", type=int, default=0, help=f"of weights, order and noise, from 0 to {MAX_SEED:,}")
+    g = p.add_argument_group("training")
+    g.add_argument("--size", type=int, default=64, help="side in pixels of the square that is cut from the middle")
+    g.add_argument("--max_steps", type=int, default=2000, help="optimizer steps")
+    g.add_argument("--batch", type=int, default=8, help="pictures a step")
+    g.add_argument("--optimizer", choices=["muon", "adamw"], default="muon", help="of conv kernels; AdamW has the rest")
+    g.add_argument("--lr", type=float, default=2e-3, help="AdamW's peak learning rate")
+    g.add_argument("--muon_lr", type=float, default=0.02, help="Muon's peak learning rate")
+    g.add_argument("--warmup", type=int, default=50, help="steps of linear warm-up; then a cosine to 1 %% of the peak")
+    g.add_argument("--weight_decay", type=float, default=0.01, help="AdamW's, never on biases and norms")
+    g.add_argument("--grad_clip", type=float, default=1.0, help="largest global norm of the gradient")
+    g.add_argument("--ema", type=float, default=0.995, help="decay of the weights' average, with warm-up")
+    g.add_argument("--seed", type=int, default=0, help=f"of weights, order and noise, from 0 to {MAX_SEED:,}")
 
-    group = parser.add_argument_group("loss")
-    group.add_argument("--l1_weight", type=float, default=1.0, help="mean |x - y|")
-    group.add_argument("--l2_weight", type=float, default=8.0, help="mean (x - y)^2")
-    group.add_argument("--edge_weight", type=float, default=0.0, help="mean |grad x - grad y|")
-    group.add_argument("--kl_weight", type=float, default=1e-3, help="mean KL, in nats a latent value")
+    g = p.add_argument_group("loss")
+    g.add_argument("--l1_weight", type=float, default=1.0, help="of mean |x - y|")
+    g.add_argument("--l2_weight", type=float, default=8.0, help="of mean (x - y)^2")
+    g.add_argument("--edge_weight", type=float, default=0.0, help="of mean |grad x - grad y|")
+    g.add_argument("--kl_weight", type=float, default=1e-3, help="of mean KL, in nats a latent value")
 
-    group = parser.add_argument_group("machine")
-    group.add_argument(
-        "--save_steps", type=int, default=500, help="steps between checkpoints, each with a PSNR and a PNG"
-    )
-    group.add_argument("--log_steps", type=int, default=25, help="steps between lines of log.jsonl")
-    group.add_argument("--ram_gib", type=float, default=8.0, help="pictures are decoded into RAM once, up to this much")
-    group.add_argument("--held_out_share", type=float, default=0.02, help="of the pictures, by hash of the key")
-    group.add_argument("--workers", type=int, default=1, help="decoding processes; 0: none")
-    group.add_argument("--device", help="cuda, cuda:1, mps, cpu")
-    group.add_argument("--dtype", choices=["fp32", "bf16"], help="autocast (cuda: bf16, others: fp32)")
-    args = parser.parse_args(argv)
+    g = p.add_argument_group("machine")
+    g.add_argument("--save_steps", type=int, default=500, help="steps between checkpoints, each with a PSNR and a PNG")
+    g.add_argument("--log_steps", type=int, default=25, help="steps between lines of log.jsonl")
+    g.add_argument("--ram_gib", type=float, default=8.0, help="pictures are decoded into RAM once, up to this much")
+    g.add_argument("--held_out_share", type=float, default=0.02, help="of the pictures, by hash of the key")
+    g.add_argument("--workers", type=int, default=1, help="decoding processes; 0: none")
+    g.add_argument("--device", help="cuda, cuda:1, mps or cpu (default: the best there is)")
+    g.add_argument("--dtype", choices=["fp32", "bf16"], help="autocast (default: bf16 on CUDA, fp32 elsewhere)")
+    args = p.parse_args(argv)
 
+    check_args(args)
+    return args
+
+
+def check_args(args):
+    """InputError for a value that cannot be."""
     if args.model not in PRESETS:
         raise InputError(f"--model {args.model} is not a preset; the presets are {', '.join(PRESETS)}")
     factor = PRESETS[args.model]["vae"].factor
@@ -428,40 +445,38 @@ def parse_args(argv=None):
     for name in ("ema", "held_out_share"):
         if not 0 <= getattr(args, name) <= 1:
             raise InputError(f"--{name} wants a number from 0 to 1, found {getattr(args, name)}")
-    return args
 
 
 def main(argv=None):
     args = parse_args(argv)
     device = pick_device(args.device)
-    args.dtype = ("bf16" if device.type == "cuda" else "fp32") if args.dtype is None else args.dtype
+    args.dtype = args.dtype or usual_dtype(device)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 
-    run = make_folder(args.out)
-    if not args.resume and ((run / "result.json").exists() or checkpoint_folders(run)):
-        raise InputError(f"{run} holds a run already: add --resume to go on with it, or give another --out")
+    out = make_folder(args.out)
+    if not args.resume and ((out / "result.json").exists() or checkpoint_folders(out)):
+        raise InputError(f"{out} holds a run already: add --resume to go on with it, or give another --out")
     train_set, held_out, data_hash = load_pictures(
         args.images, args.size, args.workers, args.ram_gib, args.held_out_share
     )
-    machine = ("images", "out", "resume", "save_steps", "log_steps", "ram_gib", "workers", "device")
-    config = {name: value for name, value in vars(args).items() if name not in machine}
+    config = {name: value for name, value in vars(args).items() if name not in MACHINE}
     config |= {"vae": json.loads(json.dumps(asdict(PRESETS[args.model]["vae"]))), "pictures": data_hash}
-    if (run / "result.json").exists():
-        result = read_json(run / "result.json")
-        same_config(config, result["config"], run)
-        print(f"done before: {run / 'vae'}, {result['psnr']:.2f} dB; nothing to do")
+    if (out / "result.json").exists():
+        result = read_json(out / "result.json")
+        same_config(config, result["config"], out)
+        print(f"done before: {out / 'vae'}, {result['psnr']:.2f} dB; nothing to do")
         return
-    write_json(run / "config.json", config | {"images": args.images, "device": str(device), "torch": torch.__version__})
+    write_json(out / "config.json", config | {"images": args.images, "device": str(device), "torch": torch.__version__})
     begin = time.perf_counter()
-    with lock_run(run):
+    with lock_run(out):
         ema = train(args, config, train_set, held_out, device)
         result = finish(args, config, ema, train_set, held_out, device)
     print(
-        f"{run / 'vae'}: {result['psnr']:.2f} dB on {len(held_out)} held-out pictures; latents had a standard "
+        f"{out / 'vae'}: {result['psnr']:.2f} dB on {len(held_out)} held-out pictures; latents had a standard "
         f"deviation of {result['latents']['std']:.3f}, so scaling_factor is {result['scaling_factor']:.4f}; "
         f"{time.perf_counter() - begin:.0f} s"
     )
 
 
 if __name__ == "__main__":
-    run(lambda: run(main))
+    run(main)

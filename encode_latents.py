@@ -25,7 +25,6 @@ Whatever has its final name is whole: it was written under another name, flushed
 finite (an overflow in bf16 or fp16) are computed again in fp32, and rejected as `nan_latent` when that fails too.
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -38,7 +37,8 @@ from pathlib import Path
 
 import torch
 
-from sd.device import DTYPES, pick_device
+from sd.cli import parser
+from sd.device import DTYPES, pick_device, usual_dtype
 from sd.encoder import Encoder
 from sd.errors import InputError, run
 from sd.files import sha256
@@ -160,36 +160,36 @@ def encode_all(tars: list[Path], out: Path, encoder: Encoder, settings: dict, ar
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--images", help="folder of tars, or a glob in quotes")
-    parser.add_argument("--vae", default=DEFAULT_VAE, help="a VAE: folder, file or hub name")
-    parser.add_argument("--out", help="folder for the latents")
-    parser.add_argument(
-        "--size", type=int, default=512, help="side in pixels of the square that is cut out (and of --buckets' square)"
-    )
-    parser.add_argument("--crop", choices=["center", "random"], default="center", help="random: by the image key")
-    parser.add_argument("--flip", action="store_true", help="also the mirrored picture, under key" + FLIP)
-    parser.add_argument("--buckets", action="store_true", help="sizes of about equal area, by the picture's aspect")
-    parser.add_argument(
-        "--bucket_step", type=int, help="their sides' divisor in pixels (64; below 256 px the VAE's factor)"
-    )
-    parser.add_argument("--batch", type=int, help="pictures at once (32 on a GPU, 8 on a CPU)")
-    parser.add_argument(
-        "--workers", type=int, help="decoding processes; 0: none (a GPU: up to 16; a CPU: 0, they need 10 s to start)"
-    )
-    parser.add_argument("--device", help="cuda, cuda:1, mps, cpu")
-    parser.add_argument("--dtype", choices=list(DTYPES), help="what the VAE computes in (cuda: bf16, others: fp32)")
-    parser.add_argument("--source", help="first part of the image keys (default: the folder above images/)")
-    parser.add_argument("--moments", action="store_true", help="store mean and log-variance, not the mean alone")
-    parser.add_argument(
-        "--compile", action="store_true", help="torch.compile the VAE, instead of the fused kernels that CUDA has"
-    )
-    parser.add_argument(
-        "--benchmark", type=float, nargs="?", const=20.0, metavar="SECONDS",
-        help="measure the speed on synthetic pictures (20 s after a warm-up), write nothing",
-    )  # fmt: skip
-    parser.add_argument("--benchmark_decode", action="store_true", help="with JPEGs decoded by the workers in the loop")
-    args = parser.parse_args(argv)
+    p = parser(__doc__)
+    g = p.add_argument_group("input and output")
+    g.add_argument("--images", help="folder of tars, or a glob in quotes; must be given, but for --benchmark")
+    g.add_argument("--out", help="folder for the latents; must be given, but for --benchmark")
+    g.add_argument("--source", help="first part of the image keys (default: the folder above images/)")
+
+    g = p.add_argument_group("what is encoded")
+    g.add_argument("--vae", default=DEFAULT_VAE, help="a VAE: folder, file or hub name")
+    g.add_argument("--size", type=int, default=512, help="side in pixels of the square that is cut out, and of "
+                   "--buckets' square")  # fmt: skip
+    g.add_argument("--crop", choices=["center", "random"], default="center", help="which square; random: by the key")
+    g.add_argument("--flip", action="store_true", help="also the mirrored picture, under key" + FLIP)
+    g.add_argument("--buckets", action="store_true", help="sizes of about equal area, by the picture's aspect")
+    g.add_argument("--bucket_step", type=int, help="their sides' divisor in pixels (default: 64; below 256 px the "
+                   "VAE's factor)")  # fmt: skip
+    g.add_argument("--moments", action="store_true", help="store mean and log-variance, not the mean alone")
+
+    g = p.add_argument_group("speed")
+    g.add_argument("--batch", type=int, help="pictures at once (default: 32 on a GPU, 8 on a CPU)")
+    g.add_argument("--workers", type=int, help="decoding processes; 0: none (default: a GPU: up to 16; a CPU: 0, they "
+                   "need 10 s to start)")  # fmt: skip
+    g.add_argument("--device", help="cuda, cuda:1, mps or cpu (default: the best there is)")
+    g.add_argument("--dtype", choices=list(DTYPES), help="what the VAE computes in (default: bf16 on CUDA, fp32 "
+                   "elsewhere)")  # fmt: skip
+    g.add_argument("--compile", action="store_true", help="torch.compile the VAE, instead of the fused kernels that "
+                   "CUDA has")  # fmt: skip
+    g.add_argument("--benchmark", type=float, nargs="?", const=20.0, metavar="SECONDS", help="measure the speed on "
+                   "synthetic pictures, write nothing; 20 s after a warm-up (default: encode)")  # fmt: skip
+    g.add_argument("--benchmark_decode", action="store_true", help="with JPEGs decoded by the workers in the loop")
+    args = p.parse_args(argv)
     if args.benchmark is None and not (args.images and args.out):
         raise InputError("--images and --out are wanted (or --benchmark)")
     if args.size < 8 or (args.batch is not None and args.batch < 1) or (args.workers is not None and args.workers < 0):
@@ -209,7 +209,7 @@ def device_of(args) -> torch.device:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     args.batch = (32 if cuda else 8) if args.batch is None else args.batch
     args.workers = (min(16, cpus) if cuda else 0) if args.workers is None else args.workers
-    args.dtype = ("bf16" if cuda else "fp32") if args.dtype is None else args.dtype
+    args.dtype = args.dtype or usual_dtype(device)
     return device
 
 

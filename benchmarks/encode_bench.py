@@ -1,6 +1,7 @@
 """Our VAE encoding and the diffusers library's, one after the other on one NVIDIA GPU: pictures to means, bf16.
 
     python benchmarks/encode_bench.py --size 512
+    python benchmarks/encode_bench.py --size 256 --batch 64 --seconds 20
 
 Ours is encode_latents.py's own benchmark, from pictures in pinned memory to fp16 latents there. The peer is run
 eagerly, in channels_last, on pictures that lie on the GPU in bf16. Random weights; cuDNN's search on both sides. Each
@@ -14,11 +15,12 @@ import sys
 import time
 
 import torch
-from train_bench import ROOT, race, tune, want_gpu
+from train_bench import race, tune, want_gpu
+
+from sd.cli import parser
 
 
 def ours(size: int, batch: int, seconds: float) -> dict:
-    sys.path.insert(0, str(ROOT))
     import SD_Model
     from sd.encoder import Encoder
     from sd.speed import encoding_benchmark
@@ -59,12 +61,13 @@ def peer(size: int, batch: int, seconds: float) -> dict:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, default=512, help="pixels a side")
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=10, help="to time, after the warm-up")
-    parser.add_argument("--side", choices=["ours", "peer"], help=argparse.SUPPRESS)  # a process of one side
-    args = parser.parse_args()
+    p = parser(__doc__)
+    g = p.add_argument_group("work")
+    g.add_argument("--size", type=int, default=512, help="pixels a side")
+    g.add_argument("--batch", type=int, default=32, help="pictures at once")
+    g.add_argument("--seconds", type=float, default=10, help="to time, after the warm-up")
+    g.add_argument("--side", choices=["ours", "peer"], help=argparse.SUPPRESS)  # a process of one side
+    args = p.parse_args()
     want_gpu()
     if args.side:
         tune()

@@ -1,5 +1,6 @@
 """Speed and memory of data_pipeline/02_filter.py on made-up LAION metadata, beside the same query in DuckDB.
 
+    python benchmarks/filter_bench.py --folder /tmp/filter_bench
     python benchmarks/filter_bench.py --folder /tmp/filter_bench --rows 10000000 --duckdb /tmp/venv/bin/python
 
 Makes --rows rows in 24 shards of three schemas (LAION-aesthetic: URL, TEXT, AESTHETIC_SCORE; img2dataset: url, caption,
@@ -9,7 +10,6 @@ a Python that has the package duckdb. Prints rows/s and the peak of resident mem
 10 million rows take 1 GB of disk.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -22,6 +22,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from sd.cli import parser  # noqa: E402
 
 SCRIPT = Path(__file__).resolve().parent.parent / "data_pipeline" / "02_filter.py"
 SHARDS = 24
@@ -119,12 +122,13 @@ def kept_ids(paths: list[Path]) -> np.ndarray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--folder", type=Path, required=True, help="for the shards and the results")
-    parser.add_argument("--rows", type=int, default=10_000_000)
-    parser.add_argument("--threads", type=int, default=1, help="of each of the two programs")
-    parser.add_argument("--duckdb", help="a Python that has duckdb; default: without the comparison")
-    args = parser.parse_args()
+    p = parser(__doc__)
+    g = p.add_argument_group("work")
+    g.add_argument("--folder", type=Path, required=True, help="for the shards and the results")
+    g.add_argument("--rows", type=int, default=10_000_000, help="of made-up metadata")
+    g.add_argument("--threads", type=int, default=1, help="of each of the two programs")
+    g.add_argument("--duckdb", metavar="PYTHON", help="a Python that has duckdb (default: without the comparison)")
+    args = p.parse_args()
 
     make_data(args.folder, args.rows)
     out, other = args.folder / "out", args.folder / "duckdb.parquet"

@@ -1,12 +1,12 @@
 """How fast latents come into memory, and micro-batches out of it: the training loader alone, on the CPU.
 
     python benchmarks/loader_bench.py --processes 8 --size 512 --images 100000
+    python benchmarks/loader_bench.py --processes 1 --size 256 --folder /mnt/disk
 
 Writes random latents and token ids in the pipeline's formats to a temporary folder, reads them with a cold page cache,
 then lets so many processes (one a GPU) make micro-batches as training does, all at once. The last line is JSON.
 """
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -21,14 +21,8 @@ import pyarrow.parquet as pq
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from sd.data import (
-    LatentStore,  # noqa: E402
-    Prefetcher,  # noqa: E402
-    SampleOrder,  # noqa: E402
-    Source,  # noqa: E402
-    Split,  # noqa: E402
-    make_batch,  # noqa: E402
-)
+from sd.cli import parser  # noqa: E402
+from sd.data import LatentStore, Prefetcher, SampleOrder, Source, Split, make_batch  # noqa: E402
 
 SHARD = 10_000
 
@@ -82,14 +76,15 @@ def draw(rank: int, source: Source, batch: int, batches: int, processes: int, ba
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=8, help="loaders at once, one a GPU")
-    parser.add_argument("--size", type=int, default=512, help="pixels a side")
-    parser.add_argument("--images", type=int, default=100_000)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=10, help="about how long to draw")
-    parser.add_argument("--folder", help="where to write (the system's temporary folder)")
-    args = parser.parse_args()
+    p = parser(__doc__)
+    g = p.add_argument_group("work")
+    g.add_argument("--processes", type=int, default=8, help="loaders at once, one a GPU")
+    g.add_argument("--size", type=int, default=512, help="pixels a side")
+    g.add_argument("--images", type=int, default=100_000, help="latents to write and draw from")
+    g.add_argument("--batch", type=int, default=32, help="images a micro-batch")
+    g.add_argument("--seconds", type=float, default=10, help="about how long to draw")
+    g.add_argument("--folder", help="where to write (default: the system's temporary folder)")
+    args = p.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         source = write_source(Path(folder), args.images, args.size // 8)
         size = sum(p.stat().st_size for p in source.latents.glob("*.npy"))

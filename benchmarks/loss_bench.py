@@ -1,6 +1,7 @@
 """How far training's losses drift apart: the fast path from the plain one, and plain runs from each other.
 
     python benchmarks/loss_bench.py --steps 200
+    python benchmarks/loss_bench.py --model tiny --size 64 --steps 40 --device cpu
 
 Every run starts from the same weights and sees the same pictures, noise and timesteps; plain runs differ only in the
 order of their sums: in how many micro-batches make a step (gradients' sums), and on a GPU in the layout of images
@@ -10,7 +11,6 @@ steps of |a - b| / b, of all steps and of each quarter of them, and the distance
 way they went.
 """
 
-import argparse
 import copy
 import itertools
 import json
@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from sd.cli import parser  # noqa: E402
 from sd.data import Batch  # noqa: E402
 from sd.device import setup_device  # noqa: E402
 from sd.errors import InputError, run  # noqa: E402
@@ -73,18 +74,21 @@ def distances(a: list[float], b: list[float]) -> dict:
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="sd15", choices=list(PRESETS))
-    parser.add_argument("--size", type=int, default=128, help="pixels a side")
-    parser.add_argument("--batch", type=int, default=16, help="images a step")
-    parser.add_argument("--pictures", type=int, default=64, help="different ones")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument("--seed", type=int, default=0, help="of weights, pictures, noise and timesteps")
-    parser.add_argument("--splits", type=int, nargs="+", default=[1, 2, 4], help="micro-batches of the plain runs")
-    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
-    parser.add_argument("--device", help="cuda, cuda:1, mps or cpu; default: the best there is")
-    args = parser.parse_args(argv)
+    p = parser(__doc__)
+    g = p.add_argument_group("work")
+    g.add_argument("--model", default="sd15", choices=list(PRESETS), help="network preset")
+    g.add_argument("--size", type=int, default=128, help="pixels a side")
+    g.add_argument("--batch", type=int, default=16, help="images a step")
+    g.add_argument("--pictures", type=int, default=64, help="different ones")
+    g.add_argument("--steps", type=int, default=200, help="of each run")
+    g.add_argument("--lr", type=float, default=1e-4, help="peak learning rate")
+    g.add_argument("--seed", type=int, default=0, help="of weights, pictures, noise and timesteps")
+
+    g = p.add_argument_group("runs")
+    g.add_argument("--splits", type=int, nargs="+", default=[1, 2, 4], help="micro-batches of the plain runs")
+    g.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16", help="autocast")
+    g.add_argument("--device", help="cuda, cuda:1, mps or cpu (default: the best there is)")
+    args = p.parse_args(argv)
     if args.steps < 4:
         raise InputError(f"--steps must be at least 4, found {args.steps}")
     device, *_ = setup_device(args.device)

@@ -13,14 +13,15 @@ import sys
 import time
 
 import torch
-from train_bench import ROOT, peer_unet, race, tune, want_gpu
+from train_bench import peer_unet, race, tune, want_gpu
+
+from sd.cli import parser
 
 SIDE, CFG, DTYPE = 64, 7.5, torch.bfloat16  # of latents; guidance
 
 
 def ours(pictures: int, steps: int) -> dict:
     """SD_ImageGen's own benchmark."""
-    sys.path.insert(0, str(ROOT))
     import SD_Model
     from sd.fused import FusedUNet, apply
     from sd.painting import fast
@@ -72,13 +73,14 @@ def peer(pictures: int, steps: int, mode: str) -> dict:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pictures", type=int, default=16, help="at once")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--mode", choices=["default", "reduce-overhead", "max-autotune", "eager"], default="default",
-                        help="of torch.compile, for the peer")  # fmt: skip
-    parser.add_argument("--side", choices=["ours", "peer"], help=argparse.SUPPRESS)  # a process of one side
-    args = parser.parse_args()
+    p = parser(__doc__)
+    g = p.add_argument_group("work")
+    g.add_argument("--pictures", type=int, default=16, help="at once")
+    g.add_argument("--steps", type=int, default=200, help="to time")
+    g.add_argument("--mode", choices=["default", "reduce-overhead", "max-autotune", "eager"], default="default",
+                   help="of torch.compile, for the peer")  # fmt: skip
+    g.add_argument("--side", choices=["ours", "peer"], help=argparse.SUPPRESS)  # a process of one side
+    args = p.parse_args()
     want_gpu()
     if args.side:
         tune()

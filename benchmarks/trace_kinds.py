@@ -2,6 +2,7 @@
 
     python SD_Train.py --phase scratch_256 --size 512 --batch 32 --accumulate 1 --benchmark 200 --trace trace.json
     python benchmarks/trace_kinds.py trace.json
+    python benchmarks/trace_kinds.py trace.json --top 100
 
 Prints the kernels that take longest. The last line is JSON: ms a step and kernels a step by kind, the time in which the
 GPU did nothing, and the names of all kernels that convert between layouts or work on NCHW: none, if channels_last is
@@ -9,7 +10,6 @@ kept in the forward and in the backward pass. torch's own copies between layouts
 among the strided copies.
 """
 
-import argparse
 import json
 import re
 import sys
@@ -17,6 +17,7 @@ from collections import defaultdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from sd.cli import parser  # noqa: E402
 from sd.errors import InputError, run  # noqa: E402
 
 # The first that is found in a kernel's name; those with an underscore before them are of sd/kernels.py.
@@ -62,10 +63,11 @@ def read(path: Path) -> tuple[list[dict], int]:
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("--top", type=int, default=25, help="kernels to print")
-    args = parser.parse_args(argv)
+    p = parser(__doc__)
+    g = p.add_argument_group("the trace")
+    g.add_argument("trace", type=Path, help="file that SD_Train.py --benchmark STEPS --trace FILE wrote")
+    g.add_argument("--top", type=int, default=25, help="kernels to print")
+    args = p.parse_args(argv)
     events, steps = read(args.trace)
     names, kinds = defaultdict(lambda: [0.0, 0]), defaultdict(lambda: [0.0, 0])
     for e in events:

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from sd.cli import parser  # noqa: E402
 
 
 def peer_unet(size: int):
@@ -118,15 +120,16 @@ def race(ours: list[str], peer: list[str], rounds: int, name: str, /, **settings
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, default=256, help="pixels a side")
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--peer", choices=["eager", "compiled", "checkpointed"], default="compiled")
-    parser.add_argument("--side", choices=["peer"], help=argparse.SUPPRESS)  # the peer's own process
-    parser.add_argument("ours", nargs="*", help="flags for our side, after --")
-    args = parser.parse_args()
+    p = parser(__doc__)
+    g = p.add_argument_group("work")
+    g.add_argument("--size", type=int, default=256, help="pixels a side")
+    g.add_argument("--batch", type=int, default=128, help="images a step")
+    g.add_argument("--steps", type=int, default=200, help="to time, of each side and round")
+    g.add_argument("--rounds", type=int, default=1, help="of ours and the peer; then ours once more")
+    g.add_argument("--peer", choices=["eager", "compiled", "checkpointed"], default="compiled", help="how it runs")
+    g.add_argument("--side", choices=["peer"], help=argparse.SUPPRESS)  # the peer's own process
+    g.add_argument("ours", nargs="*", help="flags for our side, after -- (default: none)")
+    args = p.parse_args()
     want_gpu()
     if args.side:
         return print(json.dumps(time_peer(peer_step(args.size, args.batch, args.peer), args.batch, args.steps)))

@@ -1,17 +1,18 @@
 """Draws captioned pictures of shapes into WebDataset tars with LAION's metadata columns: data for the demo.
 
     python data_pipeline/00_make_shapes.py --out data/shapes --count 10000 --seed 0 --size 64
+    python data_pipeline/00_make_shapes.py --out data/shapes_128 --count 50000 --size 128 --workers 4
 
 Writes data/shapes/images/00000.tar, 00000.parquet, 00000_stats.json, ..., manifest.json. Picture i depends on the seed
 and i alone. 10,000 pictures of 64 px take about 10 s on one core. What is drawn, what is held out of training and which
 rows the filter should drop is in shapes.py. Run the same command again after a stop: finished shards are left alone.
 """
 
-import argparse
 from pathlib import Path
 
 import _path  # noqa: F401
 
+from sd.cli import parser
 from sd.errors import InputError, run
 from sd.pictures import encode_png
 from sd.shapes import row
@@ -28,14 +29,17 @@ def write_shard(path: Path, number: int, indices: range, seed: int, size: int) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", required=True, help="folder of the source, e.g. data/shapes; gets images/*.tar")
-    parser.add_argument("--count", type=int, default=10_000, help="pictures")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--size", type=int, default=64, help="side in pixels")
-    parser.add_argument("--shard_size", type=int, default=1000, help="pictures a tar, at most 10,000")
-    parser.add_argument("--workers", type=int, default=1, help="processes")
-    args = parser.parse_args()
+    p = parser(__doc__)
+    g = p.add_argument_group("pictures")
+    g.add_argument("--out", required=True, help="folder of the source, e.g. data/shapes; gets images/*.tar")
+    g.add_argument("--count", type=int, default=10_000, help="how many pictures")
+    g.add_argument("--seed", type=int, default=0, help="chooses what is drawn")
+    g.add_argument("--size", type=int, default=64, help="side in pixels")
+
+    g = p.add_argument_group("running")
+    g.add_argument("--shard_size", type=int, default=1000, help="pictures a tar, at most 10,000")
+    g.add_argument("--workers", type=int, default=1, help="processes")
+    args = p.parse_args()
     if args.count < 1 or args.size < 16 or args.seed < 0 or not 1 <= args.shard_size <= 10_000:
         raise InputError(
             "--count must be at least 1, --size at least 16, --seed at least 0, --shard_size from 1 to 10,000"

@@ -10,7 +10,6 @@ a caption under any of the names in ALIASES of sd/metadata.py. Run the same comm
 there stays, and a file that was cut goes on where it stopped.
 """
 
-import argparse
 import fnmatch
 import shutil
 from pathlib import Path
@@ -19,6 +18,7 @@ import _path  # noqa: F401
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sd.cli import parser
 from sd.errors import InputError, run
 from sd.files import (
     atomic_path,
@@ -86,15 +86,18 @@ def describe(path: Path) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    origin = parser.add_mutually_exclusive_group(required=True)
+    p = parser(__doc__)
+    g = p.add_argument_group("where from (--hub_id, --url or --path)")
+    origin = g.add_mutually_exclusive_group(required=True)
     origin.add_argument("--hub_id", help="data set on a hub, e.g. laion/laion2B-en-aesthetic")
     origin.add_argument("--url", nargs="+", help="addresses of parquet files")
     origin.add_argument("--path", help="folder of parquet files, or a glob in quotes")
-    parser.add_argument("--revision", help="of the hub's data set; default: its newest, pinned in manifest.json")
-    parser.add_argument("--pattern", default="*.parquet", help="which files, e.g. 'part-0000[0-9]*'")
-    parser.add_argument("--out", required=True, type=Path, help="folder of the source; gets metadata/*.parquet")
-    args = parser.parse_args()
+    g.add_argument("--revision", help="of the hub's data set (default: its newest, pinned in manifest.json)")
+    g.add_argument("--pattern", default="*.parquet", help="which files, e.g. 'part-0000[0-9]*'")
+
+    g = p.add_argument_group("where to")
+    g.add_argument("--out", required=True, type=Path, help="folder of the source; gets metadata/*.parquet")
+    args = p.parse_args()
     folder = args.out / "metadata"
     origin = origin_of(args, folder)
     names = list_names(origin, args.pattern)

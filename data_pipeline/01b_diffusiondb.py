@@ -13,7 +13,6 @@ metadata-large.parquet) gives the NSFW scores of prompt and picture, the larger 
 Run the same command again to go on after a stop. What is left out is counted by reason.
 """
 
-import argparse
 import functools
 import json
 import zipfile
@@ -23,8 +22,8 @@ import _path  # noqa: F401
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sd.cli import parser
 from sd.errors import InputError, run
-from sd.folders import is_hidden, is_picture
 from sd.pictures import Reject
 from sd.shards import ShardWriter
 from sd.sources import (
@@ -32,6 +31,7 @@ from sd.sources import (
     add_picture,
     begin,
     check_arguments,
+    each_picture,
     fetch,
     forget,
     open_zip,
@@ -84,19 +84,9 @@ def write_shard(path: Path, place: int, parts: list[int], origin: dict, large: b
     prompts, scores = None, read_scores(metadata, number)
     with open_zip(zip_path) as archive, ShardWriter(path) as shard:
         prompts = read_prompts(archive, zip_path.stem)
-        seen = set()
-        for info in archive.infolist():
-            name = info.filename.rpartition("/")[2]
-            if info.is_dir() or not is_picture(name):
-                continue
-            if is_hidden(info.filename):
-                shard.reject("hidden")
-                continue
-            if name in seen:
-                shard.reject("duplicate_key")
-                continue
-            entry, key = prompts.get(name, {}), f"{number:06d}{len(seen):04d}"
-            seen.add(name)
+        members = ((info.filename, info) for info in archive.infolist() if not info.is_dir())
+        for i, name, info in each_picture(members, shard):
+            entry, key = prompts.get(name, {}), f"{number:06d}{i:04d}"
             about = {ours: entry.get(theirs) for theirs, ours in SETTINGS.items()}
             about |= {"url": f"diffusiondb:{zip_path.stem}/{name}", "punsafe": scores.get(name)}
             caption = clean_text(entry["p"]).strip() if isinstance(entry.get("p"), str) else ""
@@ -107,12 +97,13 @@ def write_shard(path: Path, place: int, parts: list[int], origin: dict, large: b
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add_arguments(parser, "local copy of the data set", "address of a copy of the data set", True, None)
-    parser.add_argument("--parts", default="1-500", help="a range of parts")
-    parser.add_argument("--large", action="store_true", help="DiffusionDB large (14 million) instead of 2M")
-    parser.add_argument("--no_metadata", action="store_true", help="do without the NSFW scores")
-    args = parser.parse_args()
+    p = parser(__doc__)
+    add_arguments(p, "local copy of the data set", "address of a copy of the data set", True, None)
+    g = p.add_argument_group("of DiffusionDB")
+    g.add_argument("--parts", default="1-500", help="a range of parts")
+    g.add_argument("--large", action="store_true", help="DiffusionDB large (14 million) instead of 2M")
+    g.add_argument("--no_metadata", action="store_true", help="do without the NSFW scores")
+    args = p.parse_args()
     check_arguments(args)
     parts = parse_range("--parts", args.parts, 1, MAX_PARTS[args.large], "1-500")
     names = ("parts", "large", "no_metadata", "size", "min_side")

@@ -12,7 +12,6 @@ addresses are taken out of prompts.
 Run the same command again to go on after a stop. What is left out is counted by reason.
 """
 
-import argparse
 import contextlib
 import json
 import re
@@ -23,15 +22,16 @@ from pathlib import Path
 
 import _path  # noqa: F401
 
+from sd.cli import parser
 from sd.errors import InputError, run
 from sd.files import make_folder, replace_folder
-from sd.folders import is_hidden, is_picture
 from sd.shards import ShardWriter
 from sd.sources import (
     add_arguments,
     add_picture,
     begin,
     check_arguments,
+    each_picture,
     fetch,
     forget,
     iter_tgz,
@@ -104,20 +104,10 @@ def write_shard(path: Path, place: int, numbers: list[int], origin: dict, annota
     name = f"{numbers[0]:03d}"
     archive = fetch(origin, f"data/train/imgs/{name}.tgz", raw)
     captions = dict(json.loads(line) for line in open(annotations / f"{name}.jsonl"))
-    counts, seen = Counter(), set()
+    counts = Counter()
     with ShardWriter(path) as shard:
-        for member, data in iter_tgz(archive, counts):
-            base = member.rpartition("/")[2]
-            if not is_picture(base):
-                continue
-            if is_hidden(member):
-                shard.reject("hidden")
-                continue
-            if base in seen:
-                shard.reject("duplicate_key")
-                continue
-            key = f"{name}{len(seen):06d}"
-            seen.add(base)
+        for i, base, data in each_picture(iter_tgz(archive, counts), shard):
+            key = f"{name}{i:06d}"
             about = {"url": f"journeydb:{name}/{clean_text(base)}"}
             add_picture(shard, key, lambda data=data: data, captions.get(base, ""), about, size, side)
         shard.status.update(counts)
@@ -126,11 +116,12 @@ def write_shard(path: Path, place: int, numbers: list[int], origin: dict, annota
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add_arguments(parser, "local copy of the data set", "address of a copy of the data set", True, None)
-    parser.add_argument("--archives", default="0-9", help="a range of archives, from 0 to 199")
-    parser.add_argument("--caption", choices=("caption", "prompt"), default="caption", help="what becomes the caption")
-    args = parser.parse_args()
+    p = parser(__doc__)
+    add_arguments(p, "local copy of the data set", "address of a copy of the data set", True, None)
+    g = p.add_argument_group("of JourneyDB")
+    g.add_argument("--archives", default="0-9", help="a range of archives, from 0 to 199")
+    g.add_argument("--caption", choices=("caption", "prompt"), default="caption", help="what becomes the caption")
+    args = p.parse_args()
     check_arguments(args)
     archives = parse_range("--archives", args.archives, 0, 199, "0-9")
     origin, settings, raw = begin("01c_journeydb.py", args, ("archives", "caption", "size", "min_side"))

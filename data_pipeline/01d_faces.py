@@ -11,7 +11,6 @@ alone. --about is VGGFace2's identity_meta.csv: Class_ID and Gender (m or f) are
 Run the same command again to go on after a stop. What is left out is counted by reason.
 """
 
-import argparse
 import csv
 import io
 from collections import defaultdict
@@ -20,6 +19,7 @@ from pathlib import Path
 import _path  # noqa: F401
 
 from sd import usertext
+from sd.cli import parser
 from sd.errors import InputError, run
 from sd.shards import key_fraction
 from sd.sources import add_arguments, build, check_arguments, choose, folder_of, list_pictures, root_of
@@ -80,12 +80,14 @@ def choose_pictures(names: list[str], per_identity: int | None, seed: int) -> li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add_arguments(parser, "folder or zip with a folder a person", "address of such a zip", False, 1000)
-    parser.add_argument("--about", type=Path, help="identity_meta.csv")
-    parser.add_argument("--templates", type=Path, help="file with one caption template a line; {person} is filled in")
-    parser.add_argument("--per_identity", type=int, help="only so many pictures of each person")
-    args = parser.parse_args()
+    p = parser(__doc__)
+    add_arguments(p, "folder or zip with a folder a person", "address of such a zip", False, 1000)
+    g = p.add_argument_group("faces and their captions")
+    g.add_argument("--about", type=Path, help="identity_meta.csv (default: none; everyone is a person)")
+    g.add_argument("--templates", type=Path, help="file with one caption template a line; {person} is filled in "
+                   "(default: TEMPLATES of this script)")  # fmt: skip
+    g.add_argument("--per_identity", type=int, help="only so many pictures of each person (default: all)")
+    args = p.parse_args()
     check_arguments(args)
     if args.per_identity is not None and args.per_identity < 1:
         raise InputError("--per_identity must be at least 1")

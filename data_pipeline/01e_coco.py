@@ -13,13 +13,13 @@ chosen by --seed and the picture's name.
 Run the same command again to go on after a stop. What is left out is counted by reason.
 """
 
-import argparse
 import json
 from collections import defaultdict
 from pathlib import Path
 
 import _path  # noqa: F401
 
+from sd.cli import parser
 from sd.errors import InputError, run
 from sd.files import make_folder
 from sd.pictures import Reject
@@ -83,11 +83,12 @@ def make_items(captions: dict, instances: dict, min_height: float, seed: int, fo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add_arguments(parser, "folder of COCO", "address of COCO, or of a copy", False, 1000)
-    parser.add_argument("--split", default="train2017", help="train2017 or val2017")
-    parser.add_argument("--min_height", type=float, default=0.55, help="of a person's box, in the picture's height")
-    args = parser.parse_args()
+    p = parser(__doc__)
+    add_arguments(p, "folder of COCO", "address of COCO, or of a copy", False, 1000)
+    g = p.add_argument_group("of COCO")
+    g.add_argument("--split", default="train2017", help="train2017 or val2017")
+    g.add_argument("--min_height", type=float, default=0.55, help="of a person's box, in the picture's height")
+    args = p.parse_args()
     check_arguments(args)
     if not 0 <= args.min_height <= 1:
         raise InputError("--min_height is a fraction from 0 to 1")

@@ -15,7 +15,6 @@ so is whatever else lies there. Run the same command again to go on after a stop
 --out.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -25,6 +24,7 @@ from pathlib import Path
 import _path  # noqa: F401
 
 from sd import usertext
+from sd.cli import parser
 from sd.errors import InputError, run
 from sd.folders import IMAGE_EXTENSIONS, endings, is_picture, walk_folder
 from sd.metadata import find_column
@@ -182,17 +182,24 @@ def write_shard(path: Path, number: int, files: list[tuple], folder: Path, size:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--in", dest="folder", required=True, type=Path, help="folder of pictures")
-    parser.add_argument("--out", required=True, help="folder of the source, e.g. data/mine; gets images/*.tar")
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument("--captions", type=Path, help=".csv or .jsonl with file and caption; default: text files beside")
-    group.add_argument("--template", help='caption made from names, e.g. "a photo of {name}"')
-    parser.add_argument("--size", type=int, help="resize and crop to this side in pixels; default: copy as it is")
-    parser.add_argument("--shard_size", type=int, default=1000, help="pictures a tar, at most 10,000")
-    parser.add_argument("--workers", type=int, default=1, help="processes")
-    add_encoding_argument(parser)
-    args = parser.parse_args()
+    p = parser(__doc__)
+    g = p.add_argument_group("pictures")
+    g.add_argument("--in", dest="folder", required=True, type=Path, help="folder of pictures")
+    g.add_argument("--out", required=True, help="folder of the source, e.g. data/mine; gets images/*.tar")
+    g.add_argument("--size", type=int, help="resize and crop to this side in pixels (default: copy as it is)")
+
+    g = p.add_argument_group("captions")
+    place = g.add_mutually_exclusive_group()
+    place.add_argument("--captions", type=Path, metavar="FILE", help=".csv or .jsonl with file and caption (default: "
+                       "text files beside the pictures)")  # fmt: skip
+    place.add_argument("--template", help='made from names, e.g. "a photo of {name}" (default: text files beside the '
+                       'pictures)')  # fmt: skip
+    add_encoding_argument(g)
+
+    g = p.add_argument_group("running")
+    g.add_argument("--shard_size", type=int, default=1000, help="pictures a tar, at most 10,000")
+    g.add_argument("--workers", type=int, default=1, help="processes")
+    args = p.parse_args()
     usertext.check_encoding(args.caption_encoding)
     if (args.size is not None and args.size < 8) or not 1 <= args.shard_size <= 10_000:
         raise InputError("--size must be at least 8, --shard_size from 1 to 10,000")

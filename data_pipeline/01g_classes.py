@@ -11,7 +11,6 @@ is no key of it is left out as no_caption.
 Run the same command again to go on after a stop. What is left out is counted by reason.
 """
 
-import argparse
 import json
 import re
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 import _path  # noqa: F401
 
 from sd import usertext
+from sd.cli import parser
 from sd.errors import InputError, run
 from sd.sources import add_arguments, build, check_arguments, choose, folder_of, list_pictures, root_of
 from sd.text import check_template, clean_text
@@ -52,11 +52,12 @@ def read_classes(path: Path) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add_arguments(parser, "folder or zip with a folder a class", "address of such a zip", False, 1000)
-    parser.add_argument("--classes", required=True, type=Path, help="JSON with the names of each class")
-    parser.add_argument("--template", default="a photo of a {name}", help="caption")
-    args = parser.parse_args()
+    p = parser(__doc__)
+    add_arguments(p, "folder or zip with a folder a class", "address of such a zip", False, 1000)
+    g = p.add_argument_group("captions")
+    g.add_argument("--classes", required=True, type=Path, help="JSON with the names of each class")
+    g.add_argument("--template", default="a photo of a {name}", help="what the name is put into")
+    args = p.parse_args()
     check_arguments(args)
     check_template(args.template, ("name",))
     classes = read_classes(args.classes)

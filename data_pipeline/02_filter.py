@@ -1,10 +1,10 @@
 """Drops rows of metadata (parquet) that break a rule: scores, size, language, caption, blocklists, duplicates.
 
-    python data_pipeline/02_filter.py --in 'data/laion/metadata/*.parquet' --out data/laion/filtered \
+    python data_pipeline/02_filter.py --in 'data/laion/metadata/*.parquet' --out data/laion/filtered \\
         --for laion_broad --drop_duplicate_urls
-    python data_pipeline/02_filter.py --in data/shapes/images --out data/shapes/filtered \
+    python data_pipeline/02_filter.py --in data/shapes/images --out data/shapes/filtered \\
         --min_aesthetic 6 --min_similarity 0.25 --max_watermark 0.5 --max_unsafe 0.5
-    python data_pipeline/02_filter.py --in data/multi/metadata --out data/multi/filtered --for laion_hq \
+    python data_pipeline/02_filter.py --in data/multi/metadata --out data/multi/filtered --for laion_hq \\
         --max_unsafe 0.5 --languages en,de --blocklist words.txt --block_domains domains.txt --drop_duplicate_content
 
 Writes one parquet per input parquet, under the same name, and manifest.json with the funnel: rows read, dropped by
@@ -40,6 +40,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from sd import usertext
+from sd.cli import parser
 from sd.errors import InputError, run
 from sd.files import (
     atomic_path,
@@ -396,27 +397,34 @@ def digest(entries: list[str]) -> str:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--in", dest="inputs", required=True, help="folder or glob of parquet files")
-    parser.add_argument("--out", required=True, help="folder of the filtered parquet files")
-    parser.add_argument("--for", dest="phase", choices=PHASES, help="the rules of a phase; other flags go before them")
-    parser.add_argument("--min_aesthetic", type=float, help="least aesthetic score, 0 to 10")
-    parser.add_argument("--min_similarity", type=float, help="least CLIP similarity of picture and caption")
-    parser.add_argument("--max_watermark", type=float, help="largest probability of a watermark")
-    parser.add_argument("--watermark_below", type=float, help="the same, but this value itself is dropped")
-    parser.add_argument("--max_unsafe", type=float, help="largest probability of NSFW content")
-    parser.add_argument("--min_width", type=int, help="least width in pixels")
-    parser.add_argument("--min_height", type=int, help="least height in pixels")
-    parser.add_argument("--max_aspect", type=float, help="largest ratio of the longer to the shorter side")
-    parser.add_argument("--min_caption", type=int, default=1, help="least characters of a caption; 0: no such rule")
-    parser.add_argument("--max_caption", type=int, help="most characters of a caption")
-    parser.add_argument("--languages", help="keep rows whose language is one of these, e.g. en,de")
-    parser.add_argument("--blocklist", help="file: a word or phrase a line; captions that hold one are dropped")
-    parser.add_argument("--block_domains", help="file: a domain a line; URLs on it or below it are dropped")
-    parser.add_argument("--drop_duplicate_urls", action="store_true", help="keep one row for each URL")
-    parser.add_argument("--drop_duplicate_content", action="store_true", help="keep one row for each sha256, md5, hash")
-    parser.add_argument("--workers", type=int, default=1, help="threads that decode and compute")
-    args = parser.parse_args()
+    of_phases = {name for rules in PHASES.values() for name in rules}
+    p = parser(__doc__, dict.fromkeys(of_phases, "the phase's, else no such rule"))
+    g = p.add_argument_group("input and output")
+    g.add_argument("--in", dest="inputs", required=True, help="folder or glob of parquet files")
+    g.add_argument("--out", required=True, help="folder of the filtered parquet files")
+    g.add_argument("--workers", type=int, default=1, help="threads that decode and compute")
+
+    g = p.add_argument_group("rules")
+    g.add_argument("--for", dest="phase", choices=PHASES, help="the rules of a phase; a flag that is given "
+                   "replaces its value (default: none)")  # fmt: skip
+    g.add_argument("--min_aesthetic", type=float, help="least aesthetic score, 0 to 10")
+    g.add_argument("--min_similarity", type=float, help="least CLIP similarity of picture and caption")
+    g.add_argument("--max_watermark", type=float, help="largest probability of a watermark")
+    g.add_argument("--watermark_below", type=float, help="the same, but this value itself is dropped")
+    g.add_argument("--max_unsafe", type=float, help="largest probability of NSFW content")
+    g.add_argument("--min_width", type=int, help="least width in pixels")
+    g.add_argument("--min_height", type=int, help="least height in pixels")
+    g.add_argument("--max_aspect", type=float, help="largest ratio of the longer to the shorter side (default: any)")
+    g.add_argument("--min_caption", type=int, default=1, help="least characters of a caption; 0: no such rule")
+    g.add_argument("--max_caption", type=int, help="most characters of a caption (default: any)")
+    g.add_argument("--languages", help="keep rows whose language is one of these, e.g. en,de (default: any)")
+    g.add_argument("--blocklist", metavar="FILE", help="a word or phrase a line; captions that hold one are dropped "
+                   "(default: none)")  # fmt: skip
+    g.add_argument("--block_domains", metavar="FILE", help="a domain a line; URLs on it or below it are dropped "
+                   "(default: none)")  # fmt: skip
+    g.add_argument("--drop_duplicate_urls", action="store_true", help="keep one row for each URL")
+    g.add_argument("--drop_duplicate_content", action="store_true", help="keep one row for each sha256, md5 or hash")
+    args = p.parse_args()
     for name, value in PHASES.get(args.phase, {}).items():
         replaced = name == "watermark_below" and args.max_watermark is not None
         replaced = replaced or (name == "max_watermark" and args.watermark_below is not None)

@@ -34,6 +34,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sd.cli import parser
 from sd.errors import InputError, run
 from sd.files import claim_folder, fingerprint, list_files, make_folder, read_json, write_manifest
 from sd.metadata import find_column
@@ -305,25 +306,40 @@ def report(outcome: Outcome, args: argparse.Namespace, settings: dict) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--in", dest="folder", help="folder that 02_filter.py wrote, or a glob of parquet")
-    parser.add_argument("--out", help="folder of the source, e.g. data/laion; gets images/*.tar")
-    parser.add_argument("--setup", action="store_true", help=f"first make {ENVIRONMENT.name} with {REQUIREMENT}")
-    parser.add_argument("--env", type=Path, default=ENVIRONMENT, help="where that environment lies")
-    parser.add_argument("--python", type=Path, help="the Python of another environment that has img2dataset")
-    parser.add_argument("--size", type=int, default=512, help="longest shorter side in pixels; none is scaled up")
-    parser.add_argument("--min_side", type=int, default=0, help="reject pictures whose shorter side is below this")
-    parser.add_argument("--quality", type=int, default=95, help="of the JPEGs")
-    parser.add_argument("--rounds", type=int, default=3, help="how often a URL that fails is tried")
-    parser.add_argument("--shard_size", type=int, default=10_000, help="URLs a tar")
-    parser.add_argument("--workers", type=int, default=1, help="processes")
-    parser.add_argument("--threads", type=int, default=64, help="downloads at once, a process")
-    parser.add_argument("--timeout", type=int, default=10, help="seconds without an answer")
-    parser.add_argument("--distributor", choices=("multiprocessing", "pyspark", "ray"), default="multiprocessing")
-    parser.add_argument("--user_agent_token", help="a name for the User-Agent header and for X-Robots-Tag rules")
-    robots = "X-Robots-Tag directives that forbid use; with none after the flag, the tag is ignored"
-    parser.add_argument("--disallowed_header_directives", nargs="*", help=robots)
-    args = parser.parse_args()
+    p = parser(__doc__)
+    g = p.add_argument_group("input and output")
+    g.add_argument("--in", dest="folder", help="folder that 02_filter.py wrote, or a glob of parquet; must be given, "
+                   "but for --setup alone")  # fmt: skip
+    g.add_argument("--out", help="folder of the source, e.g. data/laion; gets images/*.tar; must be given, but for "
+                   "--setup alone")  # fmt: skip
+
+    g = p.add_argument_group("img2dataset")
+    g.add_argument("--setup", action="store_true", help=f"first make {ENVIRONMENT.name} with {REQUIREMENT}")
+    g.add_argument("--env", type=Path, default=ENVIRONMENT, help="where that environment lies")
+    g.add_argument("--python", type=Path, help="the Python of another environment that has img2dataset (default: "
+                   "--env's)")  # fmt: skip
+
+    g = p.add_argument_group("pictures")
+    g.add_argument("--size", type=int, default=512, help="longest shorter side in pixels; none is scaled up")
+    g.add_argument("--min_side", type=int, default=0, help="reject pictures whose shorter side is below this")
+    g.add_argument("--quality", type=int, default=95, help="of the JPEGs")
+
+    g = p.add_argument_group("running")
+    g.add_argument("--rounds", type=int, default=3, help="how often a URL that fails is tried")
+    g.add_argument("--shard_size", type=int, default=10_000, help="URLs a tar")
+    g.add_argument("--workers", type=int, default=1, help="processes")
+    g.add_argument("--threads", type=int, default=64, help="downloads at once, a process")
+    g.add_argument("--timeout", type=int, default=10, help="seconds without an answer")
+    g.add_argument("--distributor", choices=("multiprocessing", "pyspark", "ray"), default="multiprocessing",
+                   help="what img2dataset shares the work by")  # fmt: skip
+
+    g = p.add_argument_group("manners")
+    g.add_argument("--user_agent_token", help="a name for the User-Agent header and for X-Robots-Tag rules (default: "
+                   "none)")  # fmt: skip
+    g.add_argument("--disallowed_header_directives", nargs="*", help="X-Robots-Tag directives that forbid use; "
+                   "with none after the flag, the tag is ignored (default: noai noimageai noindex "
+                   "noimageindex)")  # fmt: skip
+    args = p.parse_args()
     if not args.setup and not (args.folder and args.out):
         raise InputError("--in and --out are needed: the filtered parquet and the folder of the source")
     if bool(args.folder) != bool(args.out):

@@ -1,8 +1,8 @@
 """Image shards (tars) to token batches (parquet): image key, token ids, caption, and what is known of the picture.
 
-    python data_pipeline/04_tokenise.py --in data/shapes/images --out data/shapes/tokens \
+    python data_pipeline/04_tokenise.py --in data/shapes/images --out data/shapes/tokens \\
         --tokenizer data/shapes/tokenizer --keep data/shapes/filtered
-    python data_pipeline/04_tokenise.py --in data/laion/images --out data/laion/tokens \
+    python data_pipeline/04_tokenise.py --in data/laion/images --out data/laion/tokens \\
         --tokenizer openai/clip-vit-large-patch14 --workers 16
 
 Writes 00000.parquet for 00000.tar, and manifest.json. Columns: image_key (<source>/<shard>/<key>), input_ids (L int32:
@@ -14,7 +14,6 @@ reason: not_kept, empty_caption, caption_encoding, no_image, and what is wrong w
 the same command again to go on after a stop, or when shards were added.
 """
 
-import argparse
 import functools
 import json
 import time
@@ -27,6 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sd import usertext
+from sd.cli import parser
 from sd.errors import InputError, run
 from sd.files import (
     atomic_path,
@@ -180,17 +180,20 @@ def tokenise_shard(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--in", dest="images", required=True, help="folder or glob of tars")
-    parser.add_argument("--out", required=True, help="folder of the token batches")
-    parser.add_argument(
-        "--tokenizer", default="openai/clip-vit-large-patch14", help="folder or hub name; default %(default)s"
-    )
-    parser.add_argument("--keep", type=Path, help="folder that 02_filter.py wrote; default: keep all")
-    parser.add_argument("--source", help="name of the source; default: the folder above `images`")
-    parser.add_argument("--workers", type=int, default=1, help="processes")
-    add_encoding_argument(parser)
-    args = parser.parse_args()
+    p = parser(__doc__)
+    g = p.add_argument_group("input and output")
+    g.add_argument("--in", dest="images", required=True, help="folder or glob of tars")
+    g.add_argument("--out", required=True, help="folder of the token batches")
+    g.add_argument("--keep", type=Path, help="folder that 02_filter.py wrote (default: keep all)")
+    g.add_argument("--source", help="name of the source (default: the folder above `images`)")
+
+    g = p.add_argument_group("captions")
+    g.add_argument("--tokenizer", default="openai/clip-vit-large-patch14", help="folder or hub name")
+    add_encoding_argument(g)
+
+    g = p.add_argument_group("running")
+    g.add_argument("--workers", type=int, default=1, help="processes")
+    args = p.parse_args()
     usertext.check_encoding(args.caption_encoding)
 
     tars = list_shards(args.images)

@@ -1,6 +1,7 @@
 """Trains a small tokenizer of CLIP's kind on the captions of image shards, for those who train their own text encoder.
 
-    python data_pipeline/04a_make_tokenizer.py --in data/shapes/images --out data/shapes/tokenizer \
+    python data_pipeline/04a_make_tokenizer.py --in data/mine/images --out data/mine/tokenizer
+    python data_pipeline/04a_make_tokenizer.py --in data/shapes/images --out data/shapes/tokenizer \\
         --vocab_size 600 --max_length 16
 
 The folder opens with transformers' AutoTokenizer, without network, as a CLIPTokenizer: lower case, byte-level BPE with
@@ -9,7 +10,6 @@ an end-of-word mark, `<|startoftext|>` text `<|endoftext|>`, padded with `<|endo
 then start and end. The same captions give the same tokenizer. A second run with a finished --out does nothing.
 """
 
-import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +17,7 @@ from pathlib import Path
 import _path  # noqa: F401
 
 from sd import usertext
+from sd.cli import parser
 from sd.errors import InputError, run
 from sd.files import claim_folder, fingerprint, read_json, write_manifest
 from sd.pictures import Reject
@@ -73,13 +74,16 @@ def train(texts: Iterator[str], vocab_size: int, max_length: int):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--in", dest="images", required=True, help="folder or glob of tars")
-    parser.add_argument("--out", required=True, help="folder of the tokenizer")
-    parser.add_argument("--vocab_size", type=int, default=2048, help="tokens at most; 514 are bytes, start and end")
-    parser.add_argument("--max_length", type=int, default=77, help="ids a caption, start and end included")
-    add_encoding_argument(parser)
-    args = parser.parse_args()
+    p = parser(__doc__)
+    g = p.add_argument_group("input and output")
+    g.add_argument("--in", dest="images", required=True, help="folder or glob of tars")
+    g.add_argument("--out", required=True, help="folder of the tokenizer")
+    add_encoding_argument(g)
+
+    g = p.add_argument_group("the tokenizer")
+    g.add_argument("--vocab_size", type=int, default=2048, help="tokens at most; 514 are bytes, start and end")
+    g.add_argument("--max_length", type=int, default=77, help="ids a caption, start and end included")
+    args = p.parse_args()
     usertext.check_encoding(args.caption_encoding)
     if args.vocab_size < 514 or args.max_length < 3:
         raise InputError(

@@ -1,7 +1,7 @@
 """Token batches (parquet) to the Arrow dataset that training reads, with a train and a val split.
 
     python data_pipeline/05_build_hf_dataset.py --in data/shapes/tokens --out data/shapes/dataset --val_fraction 0.02
-    python data_pipeline/05_build_hf_dataset.py --in data/diffusiondb/tokens data/journeydb/tokens \
+    python data_pipeline/05_build_hf_dataset.py --in data/diffusiondb/tokens data/journeydb/tokens \\
         --out data/synthetic/dataset
 
 The folder opens with `datasets.load_from_disk` of the Hugging Face library, though pyarrow alone writes it:
@@ -14,7 +14,6 @@ temporary folder and renamed; if the token batches have changed since, it is bui
 done.
 """
 
-import argparse
 import hashlib
 import json
 import shutil
@@ -26,8 +25,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sd.cli import parser
 from sd.errors import InputError, run
-from sd.files import make_folder, read_json, replace_folder, write_manifest
+from sd.files import make_folder, read_json, replace_folder, sha256, write_manifest
 from sd.hashes import Hashes, hash_texts
 from sd.shards import key_fraction
 from sd.workers import progress
@@ -194,12 +194,15 @@ def build(folder: Path, folders: list[Path], manifests: list[dict], val_fraction
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--in", dest="tokens", required=True, nargs="+", type=Path, help="folders of 04_tokenise.py")
-    parser.add_argument("--out", required=True, type=Path, help="folder of the dataset")
-    parser.add_argument("--val_fraction", type=float, default=0.01, help="share of rows held out")
-    parser.add_argument("--file_rows", type=int, default=1_000_000, help="rows an Arrow file, at most")
-    args = parser.parse_args()
+    p = parser(__doc__)
+    g = p.add_argument_group("input and output")
+    g.add_argument("--in", dest="tokens", required=True, nargs="+", type=Path, help="folders of 04_tokenise.py")
+    g.add_argument("--out", required=True, type=Path, help="folder of the dataset")
+
+    g = p.add_argument_group("how it is cut")
+    g.add_argument("--val_fraction", type=float, default=0.01, help="share of rows held out")
+    g.add_argument("--file_rows", type=int, default=1_000_000, help="rows an Arrow file, at most")
+    args = p.parse_args()
     if not 0 <= args.val_fraction < 1 or args.file_rows < 1:
         raise InputError(
             f"--val_fraction is {args.val_fraction} and must lie in [0, 1), --file_rows must be at least 1"
@@ -207,7 +210,7 @@ def main() -> None:
 
     manifests = read_manifests(args.tokens)
     inputs = [
-        {"source": m["source"], "rows": m["rows"], "manifest_sha256": sha256_of(folder / "manifest.json")}
+        {"source": m["source"], "rows": m["rows"], "manifest_sha256": sha256(folder / "manifest.json")}
         for folder, m in zip(args.tokens, manifests, strict=True)
     ]
     settings = {"val_fraction": args.val_fraction, "file_rows": args.file_rows, "inputs": inputs}
@@ -241,11 +244,6 @@ def main() -> None:
     write_manifest(temporary, manifest)
     replace_folder(temporary, args.out)
     print(f"{counts['train']:,} rows to train on, {counts['val']:,} held out: {args.out}")
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from sd.cli import parser
 from sd.errors import InputError, run
 from sd.files import atomic_write, make_folder, read_json
 from sd.folders import IMAGE_EXTENSIONS
@@ -628,15 +629,18 @@ def mixture_of(args: argparse.Namespace) -> list:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--in", dest="folders", nargs="+", type=Path, default=[], help="folders of sources")
-    parser.add_argument("--data", help="instead: a mixture as in training, name[:weight[:cap]],...")
-    parser.add_argument("--data_root", type=Path, default=Path("data"), help="where those lie; default %(default)s")
-    parser.add_argument("--out", type=Path, help="the page; default: report.html in the one folder of --in")
-    parser.add_argument("--vae", help="a VAE to decode latents with; default: the one that their manifest names")
-    parser.add_argument("--pictures", type=int, default=24, help="random pictures of each source; default %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="which pictures")
-    args = parser.parse_args()
+    p = parser(__doc__)
+    g = p.add_argument_group("input and output")
+    g.add_argument("--in", dest="folders", nargs="+", type=Path, default=[], help="folders of sources; or --data")
+    g.add_argument("--data", help="a mixture as in training, name[:weight[:cap]],... (default: --in's)")
+    g.add_argument("--data_root", type=Path, default=Path("data"), help="where its sources lie")
+    g.add_argument("--out", type=Path, help="the page (default: report.html in the one folder of --in)")
+
+    g = p.add_argument_group("what it shows")
+    g.add_argument("--vae", help="a VAE to decode latents with (default: the one that their manifest names)")
+    g.add_argument("--pictures", type=int, default=24, help="random pictures of each source")
+    g.add_argument("--seed", type=int, default=0, help="which pictures")
+    args = p.parse_args()
     if bool(args.folders) == bool(args.data):
         raise InputError("wanted --in with folders of sources, or --data with a mixture, and not both")
     if args.pictures < 0:

@@ -10,7 +10,6 @@ middle gives the colour, its centre of mass the position, and its overlap with i
 shape. A picture without a clear shape on a plain background has no shape, colour or position: it counts as wrong.
 """
 
-import argparse
 import functools
 import json
 import sys
@@ -21,6 +20,7 @@ import cv2
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from sd.cli import parser
 from sd.errors import (
     InputError,  # noqa: E402
     run,  # noqa: E402
@@ -232,14 +232,19 @@ def print_table(results: dict[str, dict[str, float]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--images", help="folder with 00000.png, 00001.png, ...: one for each prompt, in order")
-    parser.add_argument("--prompts", help="JSONL file of prompts")
-    parser.add_argument("--write_prompts", type=int, metavar="N", help="write N prompts of held-out pairs to --prompts")
-    parser.add_argument("--check", action="store_true", help="measure drawn, shuffled and noise pictures")
-    parser.add_argument("--n", type=int, default=512, help="pictures for --check")
-    parser.add_argument("--seed", type=int, default=0, help="for --write_prompts and --check")
-    args = parser.parse_args()
+    p = parser(__doc__)
+    g = p.add_argument_group("measuring")
+    g.add_argument("--images", help="folder with 00000.png, 00001.png, ...: one for each prompt, in order "
+                   "(default: none)")  # fmt: skip
+    g.add_argument("--prompts", metavar="FILE", help="JSONL file of prompts; must be given, but for --check")
+
+    g = p.add_argument_group("instead")
+    g.add_argument("--write_prompts", type=int, metavar="N", help="write N prompts of held-out pairs to --prompts "
+                   "(default: measure)")  # fmt: skip
+    g.add_argument("--check", action="store_true", help="measure drawn, shuffled and noise pictures")
+    g.add_argument("--n", type=int, default=512, help="pictures for --check")
+    g.add_argument("--seed", type=int, default=0, help="for --write_prompts and --check")
+    args = p.parse_args()
     if not (args.check or args.prompts):
         raise InputError("nothing to do: give --check, or --prompts with --images or --write_prompts")
     if args.prompts and not (args.images or args.write_prompts):

@@ -1,12 +1,12 @@
 """The main job on an embedded default: pictures, latents, training, and a check of what the model paints.
 
-    make demo                       # or: python demo/run.py
+    python demo/run.py                          # or: make demo
+    python demo/run.py --make_vae               # with an autoencoder of its own
 
 Every stage is one of the project's own programs with the flags printed here. Run again after a stop and it goes on;
 when all is done it says so. Everything lies in runs/demo; `make clean_demo` removes it.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from demo import evaluate  # noqa: E402
+from sd.cli import parser  # noqa: E402
 from sd.errors import InputError, run  # noqa: E402
 from sd.files import atomic_write  # noqa: E402
 from sd.shapes import shape_prompts  # noqa: E402
@@ -105,10 +106,11 @@ def report(out: Path, result: dict) -> list[str]:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="runs/demo")
-    parser.add_argument("--make_vae", action="store_true", help="train the autoencoder anew instead of using demo/vae")
-    args = parser.parse_args()
+    p = parser(__doc__)
+    g = p.add_argument_group("the demo")
+    g.add_argument("--out", default="runs/demo", help="folder of all that it makes")
+    g.add_argument("--make_vae", action="store_true", help="train the autoencoder anew instead of using demo/vae")
+    args = p.parse_args()
     out = Path(args.out)
     plan = stages(out, args.make_vae)
     state_file = out / "demo.json"

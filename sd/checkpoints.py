@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 
 from sd.errors import InputError
-from sd.files import fsync, sha256
+from sd.files import digests, fsync, read_json
 from sd.log import Window
 from sd.weights.parts import save_vae
 from sd.weights.read import checkpoint_folders, checkpoint_problem, checkpoint_step
@@ -34,9 +34,9 @@ def resume_problem(folder: Path, needed: set[str] = NEEDED, state: set[str] = ST
     """Why training cannot go on from a checkpoint folder, or None. needed: its files; state: names in state.json."""
     if fault := checkpoint_problem(folder):
         return fault
-    if missing := needed - set(json.loads((folder / "manifest.json").read_text())):
+    if missing := needed - set(read_json(folder / "manifest.json")):
         return f"its manifest lacks {sorted(missing)[0]}"
-    saved, named = json.loads((folder / "state.json").read_text()), checkpoint_step(folder)
+    saved, named = read_json(folder / "state.json"), checkpoint_step(folder)
     if missing := state - set(saved):
         return f"its state.json has no {sorted(missing)[0]}: weights alone, or of another version; try --init_from"
     if named not in (None, saved["step"]):
@@ -205,11 +205,10 @@ def write_checkpoint(folder: Path, snapshot: dict):
     (folder / "model.json").write_text(json.dumps(snapshot["model"], indent=1))
     (folder / "state.json").write_text(json.dumps(snapshot["state"], indent=1))
     readable_alike(folder)
-    files = sorted(p for p in folder.rglob("*") if p.is_file())
-    for path in files:
-        fsync(path)
-    digests = {str(p.relative_to(folder)): sha256(p) for p in files}
-    (folder / "manifest.json").write_text(json.dumps(digests, indent=1))
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fsync(path)
+    (folder / "manifest.json").write_text(json.dumps(digests(folder), indent=1))
     fsync(folder / "manifest.json")
     for path in [p for p in folder.rglob("*") if p.is_dir()] + [folder]:
         fsync(path)
@@ -227,7 +226,7 @@ def readable_alike(checkpoint: Path):
 
 def load_weights(checkpoint: Path, live, ema):
     """Live and EMA weights of a checkpoint into two Denoisers, strictly."""
-    config = config_from_dict(UNetConfig, json.loads((checkpoint / "model.json").read_text())["unet"])
+    config = config_from_dict(UNetConfig, read_json(checkpoint / "model.json")["unet"])
     if config != live.unet.config:
         raise InputError(f"{checkpoint} holds a UNet of {config}, and the preset is now {live.unet.config}")
     for net, suffix in ((live, ""), (ema, "_ema")):

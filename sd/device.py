@@ -28,6 +28,11 @@ def pick_device(name: str | None) -> torch.device:
     return device
 
 
+def usual_dtype(device: torch.device) -> str:
+    """The name in DTYPES of what networks are computed in where no flag says so."""
+    return "bf16" if device.type == "cuda" else "fp32"
+
+
 def layout(device: torch.device) -> torch.memory_format:
     """The memory format that convolutions are fastest in."""
     return torch.channels_last if device.type == "cuda" else torch.preserve_format

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import socket
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,17 +34,8 @@ class new_folder:
     def __exit__(self, kind, error, trace):
         if kind is not None:
             shutil.rmtree(self.tmp, ignore_errors=True)
-            return
-        for file in self.tmp.rglob("*"):
-            if file.is_file():
-                with open(file, "rb") as f:
-                    os.fsync(f.fileno())
-        old = self.path.with_name(self.path.name + ".old")
-        if self.path.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            os.rename(self.path, old)
-        os.rename(self.tmp, self.path)
-        shutil.rmtree(old, ignore_errors=True)
+        else:
+            replace_folder(self.tmp, self.path)
 
 
 def make_writable(folder: Path):
@@ -59,8 +49,14 @@ def make_writable(folder: Path):
 
 
 def sha256(path: Path) -> str:
+    """Of a file's content, hexadecimal."""
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """sha256 of every file in a folder and those below it, by its path inside."""
+    return {str(p.relative_to(folder)): sha256(p) for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def lock_run(out: Path):
@@ -84,9 +80,6 @@ def link(source: Path | str, target: Path) -> bool:
     except FileExistsError:
         return False
     return True
-
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # a script of data_pipeline/ does not see sd/ otherwise
 
 
 @contextmanager
@@ -138,7 +131,8 @@ def fsync(folder: Path) -> None:
 
 
 def replace_folder(temporary: Path, folder: Path) -> None:
-    """Renames `temporary` to `folder`, first moving an older `folder` out of the way, which is deleted last."""
+    """Renames `temporary` to `folder`, its files flushed, first moving an older `folder` out of the way, which is
+    deleted last."""
     for path in sorted(temporary.rglob("*")):
         if path.is_file():
             with open(path, "rb") as file:
@@ -150,8 +144,7 @@ def replace_folder(temporary: Path, folder: Path) -> None:
         os.rename(folder, old)
     os.rename(temporary, folder)
     fsync(folder.parent)
-    if old.exists():
-        shutil.rmtree(old)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def make_folder(path: str | Path) -> Path:
@@ -176,9 +169,14 @@ def read_json(path: str | Path) -> dict:
     return content
 
 
+def write_json(path: str | Path, content: dict) -> None:
+    """Writes a JSON object, whole."""
+    atomic_write(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
 def write_manifest(folder: str | Path, manifest: dict) -> None:
     """Writes manifest.json into a folder. It holds no times, so that the same data give the same bytes."""
-    atomic_write(Path(folder) / "manifest.json", json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+    write_json(Path(folder) / "manifest.json", manifest)
 
 
 def claim_folder(folder: str | Path, script: str, settings: dict) -> bool:

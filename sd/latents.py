@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sd.errors import InputError
-from sd.files import atomic_path, atomic_write, link, make_folder, read_json, sha256
+from sd.files import atomic_path, atomic_write, link, make_folder, read_json, sha256, write_json
 from sd.shards import FLIP
 from sd.stream import Batch
 
@@ -26,10 +26,6 @@ def stamp(tar: Path) -> dict:
     or name (ctime) is there because the other one can be set, as rsync and cp -p do."""
     stat = tar.stat()
     return {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
-
-
-def write_json(path: Path, content: dict):
-    atomic_write(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def read_record(out: Path, shard: str) -> dict | None:

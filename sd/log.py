@@ -163,6 +163,12 @@ def _rows_of(data: bytes) -> tuple[list[tuple[bytes, dict]], int]:
     return kept, damaged
 
 
+def append_json(path: Path, row: dict):
+    """Add a line to a log; numbers that are not finite become null."""
+    with open(path, "a") as file:
+        file.write(json.dumps(finite_or_null(row), allow_nan=False) + "\n")
+
+
 def cut_log(path: Path, step: int):
     """Drop the lines after the step that training goes on from, a last line that a kill cut short, and damaged lines,
     which are counted in a warning. A log that cannot be read is left as it is, with a warning."""

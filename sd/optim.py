@@ -192,9 +192,14 @@ def lr_at(step: int, total: int, settings: dict) -> float:
         return peak * (0.01 + 0.99 * step / warmup)
     if settings["lr_schedule"] == "constant":
         return peak
-    done = min(1.0, (step - warmup) / max(1, total - 1 - warmup))
-    fall = 0.5 * (1 + math.cos(math.pi * done)) if settings["lr_schedule"] == "cosine" else 1 - done
-    return peak * (0.01 + 0.99 * fall)
+    return peak * fallen((step - warmup) / max(1, total - 1 - warmup), settings["lr_schedule"])
+
+
+def fallen(done: float, schedule: str = "cosine") -> float:
+    """The learning rate after the warm-up, as a share of its peak: 1 at done = 0, 0.01 from done = 1 on. done: how much
+    of the steps behind the warm-up is over; schedule: 'cosine' or 'linear'."""
+    done = min(1.0, done)
+    return 0.01 + 0.99 * (0.5 * (1 + math.cos(math.pi * done)) if schedule == "cosine" else 1 - done)
 
 
 def make_optimizer(denoiser: Denoiser, settings: dict) -> torch.optim.AdamW:

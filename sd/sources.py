@@ -18,7 +18,7 @@ import urllib.request
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -36,21 +36,26 @@ PAUSE = 1.0  # seconds after the first failure, twice as long after each further
 BLOCK = 1 << 20
 
 
-def add_arguments(parser: argparse.ArgumentParser, path_help: str, url_help: str, hub: bool, shard_size: int | None):
+def add_arguments(p: argparse.ArgumentParser, path_help: str, url_help: str, hub: bool, shard_size: int | None):
     """The flags that these scripts share; shard_size None where an archive is a shard."""
-    origin = parser.add_mutually_exclusive_group(required=True)
+    g = p.add_argument_group(f"where from ({'--path, --url or --hub_id' if hub else '--path or --url'}) and where to")
+    origin = g.add_mutually_exclusive_group(required=True)
     origin.add_argument("--path", help=path_help)
     origin.add_argument("--url", help=url_help)
     if hub:
         origin.add_argument("--hub_id", help="data set on a hub, e.g. poloclub/diffusiondb")
-        parser.add_argument("--revision", help="of the hub's data set; default: its newest, pinned in manifest.json")
-    parser.add_argument("--out", required=True, type=Path, help="folder of the source; gets images/*.tar")
-    parser.add_argument("--size", type=int, default=512, help="side in pixels of the square pictures")
-    parser.add_argument("--min_side", type=int, default=0, help="reject pictures whose shorter side is below this")
+        g.add_argument("--revision", help="of the hub's data set (default: its newest, pinned in manifest.json)")
+    g.add_argument("--out", required=True, type=Path, help="folder of the source; gets images/*.tar")
+
+    g = p.add_argument_group("pictures")
+    g.add_argument("--size", type=int, default=512, help="side in pixels of the square pictures")
+    g.add_argument("--min_side", type=int, default=0, help="reject pictures whose shorter side is below this")
+    g.add_argument("--seed", type=int, default=0, help="chooses among captions")
+
+    g = p.add_argument_group("running")
     if shard_size is not None:
-        parser.add_argument("--shard_size", type=int, default=shard_size, help="pictures a tar, at most 10,000")
-    parser.add_argument("--seed", type=int, default=0, help="chooses among captions")
-    parser.add_argument("--workers", type=int, default=1, help="processes")
+        g.add_argument("--shard_size", type=int, default=shard_size, help="pictures a tar, at most 10,000")
+    g.add_argument("--workers", type=int, default=1, help="processes")
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -70,6 +75,23 @@ def parse_range(flag: str, text: str, lowest: int, highest: int, example: str) -
 def folder_of(name: str) -> str:
     """The folder right above a picture; '' if there is none."""
     return name.split("/")[-2] if "/" in name else ""
+
+
+def each_picture(members: Iterable[tuple[str, object]], shard: ShardWriter) -> Iterator[tuple[int, str, object]]:
+    """(number from 0, file name, what came with it) of the pictures among (path, what comes with it) of an archive. A
+    hidden one and one whose file name was there before are rejected."""
+    seen = set()
+    for path, content in members:
+        name = path.rpartition("/")[2]
+        if not is_picture(name):
+            continue
+        if is_hidden(path):
+            shard.reject("hidden")
+        elif name in seen:
+            shard.reject("duplicate_key")
+        else:
+            seen.add(name)
+            yield len(seen) - 1, name, content
 
 
 def choose(options: list, seed: int, key: str):

@@ -1,6 +1,5 @@
 """Captions and token ids."""
 
-import argparse
 import hashlib
 import json
 
@@ -25,9 +24,10 @@ def check_template(template: str, fields: tuple[str, ...]) -> None:
         raise InputError(f"the template {template!r} gives an empty caption: it may hold {wanted}")
 
 
-def add_encoding_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds --caption_encoding to a script's flags."""
-    parser.add_argument(usertext.FLAG, help="of captions that are not UTF-8, such as cp1252 or shift_jis")
+def add_encoding_argument(group) -> None:
+    """Adds --caption_encoding to an argument group."""
+    group.add_argument(usertext.FLAG, metavar="NAME", help="of captions that are not UTF-8, such as cp1252 or "
+                       "shift_jis (default: UTF-8, or UTF-16 with its mark)")  # fmt: skip
 
 
 def clean_text(text: str) -> str:

@@ -298,3 +298,6 @@ def test_learning_rate():
     assert all(a > b for a, b in zip(rates[5:], rates[6:], strict=False))
     assert rates[12] == pytest.approx(0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * 8 / 16)))
     assert 0.01 < rates[-1] < 0.03
+    assert rates[7] == 1.0 * 1.0 * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * 3 / 16)))  # bit for bit, as runs began
+    unet = [sd.optim.lr_at(step, 17, {"lr": 1.0, "warmup": 0, "lr_schedule": "cosine"}) for step in range(17)]
+    assert unet == [sd.optim.fallen(step / 16) for step in range(17)] and unet[3] == rates[7]  # one fall for both

@@ -1,6 +1,5 @@
 """Any SD 1.x model opened: a run or checkpoint of this project, a diffusers folder, a single file."""
 
-import hashlib
 import json
 import os
 import re
@@ -11,7 +10,7 @@ from pathlib import Path
 import torch
 
 from sd.errors import InputError
-from sd.files import read_json
+from sd.files import read_json, sha256
 from sd.weights import prediction as told
 from sd.weights.configs import (
     CLIP_TEXT_SETTINGS,
@@ -230,10 +229,8 @@ def checkpoint_problem(folder: Path, skip: tuple[str, ...] = ()) -> str | None:
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         for name, digest in manifest.items():
-            if name not in skip:
-                with open(folder / name, "rb") as f:
-                    if hashlib.file_digest(f, "sha256").hexdigest() != digest:
-                        return f"{name} differs from its checksum"
+            if name not in skip and sha256(folder / name) != digest:
+                return f"{name} differs from its checksum"
     except (OSError, ValueError, AttributeError) as e:
         return f"{getattr(e, 'filename', None) or 'manifest.json'} cannot be read ({short(e)})"
     return None

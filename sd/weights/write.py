@@ -1,6 +1,5 @@
 """Models written: single file, diffusers folder, this project's own folder."""
 
-import hashlib
 import json
 import os
 import time
@@ -11,7 +10,7 @@ import safetensors
 import torch
 
 from sd.errors import InputError
-from sd.files import new_folder
+from sd.files import digests, new_folder
 from sd.weights import prediction as told
 from sd.weights import vocabulary
 from sd.weights.configs import CLIP_TEXT_SETTINGS
@@ -253,8 +252,4 @@ def save_native(out: Path, ema: Model, live: Model):
         }
         (tmp / "model.json").write_text(json.dumps(values, indent=1))
         (tmp / "state.json").write_text(json.dumps(told_lineage(ema), indent=1))
-        digests = {}
-        for file in sorted(p for p in tmp.rglob("*") if p.is_file()):
-            with open(file, "rb") as f:
-                digests[str(file.relative_to(tmp))] = hashlib.file_digest(f, "sha256").hexdigest()
-        (tmp / "manifest.json").write_text(json.dumps(digests, indent=1))
+        (tmp / "manifest.json").write_text(json.dumps(digests(tmp), indent=1))
