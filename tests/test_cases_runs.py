@@ -198,15 +198,16 @@ def test_painter_and_trainers_go_by_one_rule(half, tmp_path):
     assert sd.weights.read.newest_checkpoint(half) == newest == sd.checkpoints.find_checkpoint(half, "latest")
     vae = SD_Model.VAE(SD_Model.PRESETS["micro"]["vae"])
     for step in (2, 4):
-        SD_TrainVAE.save_checkpoint(tmp_path, step, vae, vae, [], {"lr": 1})
+        SD_TrainVAE.save_checkpoint(tmp_path, SD_TrainVAE.Trained(vae, vae, [], step), {"lr": 1})
     four = tmp_path / "checkpoints/step_00000004"
     for name in ("step_00000008_1", "step_9", "step_00000007"):
         shutil.copytree(four, tmp_path / "checkpoints" / name)
     find = sd.checkpoints.find_checkpoint
     assert find(tmp_path, "latest", lambda s: None, SD_TrainVAE.checkpoint_problem) == four
     assert SD_TrainVAE.checkpoint_problem(newest) == "its manifest lacks vae.safetensors"
-    SD_TrainVAE.save_checkpoint(tmp_path, 10, vae, vae, [], {"lr": 1})  # two are kept, and no stranger is removed
+    SD_TrainVAE.save_checkpoint(tmp_path, SD_TrainVAE.Trained(vae, vae, [], 10), {"lr": 1})
     names = {p.name for p in (tmp_path / "checkpoints").iterdir()}
+    # two are kept, and no stranger is removed
     assert names == {"step_00000008_1", "step_9", "step_00000007", "step_00000010"}
 
 
