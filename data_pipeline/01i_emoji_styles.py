@@ -15,12 +15,10 @@ families, symbols and signs, women's and men's versions of what people do. Run t
 stop.
 """
 
-import argparse
 import json
 import re
 import shutil
 import subprocess
-import sys
 import tarfile
 import unicodedata
 from collections import Counter, defaultdict
@@ -34,13 +32,12 @@ import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from sd import drawings
+from sd.cli import parser
 from sd.errors import InputError, run
 from sd.files import make_folder, write_manifest
 from sd.pictures import Reject, encode_png
 from sd.shards import ShardWriter, build_shards
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from sd import drawings  # noqa: E402
 
 PACKAGES = {  # npm name: version, style, licence
     "@iconify-json/noto": ("1.2.9", "noto", "Apache-2.0"),
@@ -70,7 +67,7 @@ JOINER, FEMALE, MALE, RIGHT = 0x200D, 0x2640, 0x2642, 0x27A1
 LEFT_OUT = re.compile(
     r"o'clock|thirty$|family|couple|holding hands|^kiss\b|keycap|button|arrow|input|\bsigns?\b|symbol|zodiac|facing"
     r"|\bletters?\b|square|circle|diamond|triangle|hundred points|exclamation|question|\bmark\b|^(men|women) with"
-    r"|suit$|mx claus|breast-feeding|middle finger|pregnant|kaaba|bikini|face without"
+    r"|suit$|anger bubble|mx claus|breast-feeding|middle finger|pregnant|kaaba|bikini|face without"
 )
 # Names that do not say what is seen, as people would say it. The old name stays as another one where it helps.
 RENAMED = {
@@ -563,17 +560,22 @@ def count_pictures(folder: Path) -> dict[str, dict[str, int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--packages", type=Path, default=Path("data/packages"), help="folder of .tgz; default %(default)s"
+    p = parser(__doc__)
+    g = p.add_argument_group("drawings")
+    g.add_argument("--packages", type=Path, default=Path("data/packages"), help="folder of the packages' .tgz files")
+    g.add_argument("--fetch", action="store_true", help="get the packages that are missing there, with npm")
+
+    g = p.add_argument_group("pictures")
+    g.add_argument(
+        "--out", help="folder of the source, as data/drawings, which gets images/*.tar; default: nothing is rendered"
     )
-    parser.add_argument("--fetch", action="store_true", help="get the packages that are missing there, with npm")
-    parser.add_argument("--out", help="folder of the source, e.g. data/drawings; gets images/*.tar")
-    parser.add_argument("--size", type=int, default=128, help="side in pixels; default %(default)s")
-    parser.add_argument("--limit", type=int, help="only so many drawings (each gives six pictures or so)")
-    parser.add_argument("--shard_size", type=int, default=100, help="drawings a tar, 2 to 1,000; default %(default)s")
-    parser.add_argument("--workers", type=int, default=1, help="processes")
-    args = parser.parse_args()
+    g.add_argument("--size", type=int, default=128, help="side in pixels")
+    g.add_argument("--limit", type=int, help="only so many drawings, of about six pictures each; default: all")
+
+    g = p.add_argument_group("running")
+    g.add_argument("--shard_size", type=int, default=100, help="drawings a tar, 2 to 1,000")
+    g.add_argument("--workers", type=int, default=1, help="processes")
+    args = p.parse_args()
     if not (args.fetch or args.out):
         raise InputError("nothing to do: give --fetch to get the packages, --out to render them, or both")
     if args.size < 32 or not 2 <= args.shard_size <= 1000 or (args.limit is not None and args.limit < 1):

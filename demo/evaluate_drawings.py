@@ -23,7 +23,6 @@ Features are those of EfficientNet-lite0 (ImageNet) of the thing alone, cut out,
 and a labelled grid of pictures of each test.
 """
 
-import argparse
 import hashlib
 import json
 import sys
@@ -39,6 +38,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from sd import drawings  # noqa: E402
+from sd.cli import parser  # noqa: E402
 from sd.errors import (
     InputError,  # noqa: E402
     run,  # noqa: E402
@@ -366,32 +366,37 @@ def measure(world: World, prompts: list[dict], images: list[np.ndarray]) -> dict
             "familiar": len(familiar),
         }
     real = [(row, f) for row, f in zip(world.plain, world.features) if row["split"] == "val"]
-    unseen = np.stack([f for _, f in real])
+    features = np.stack([f for _, f in real])
     known = [row["concept"] for row, _ in real]
     few = [i for i, c in enumerate(known) if c in drawings.FAMILIAR]
     figures["classifier_on_real_held_out"] = {
-        "of_all": hits(world.classifier.ranks(unseen, known), 1, 5),
+        "of_all": hits(world.classifier.ranks(features, known), 1, 5),
         "n": len(known),
         "of_familiar": hits(
-            world.classifier.ranks(unseen[few], [known[i] for i in few], list(drawings.FAMILIAR)), 1
+            world.classifier.ranks(features[few], [known[i] for i in few], list(drawings.FAMILIAR)), 1
         ) if few else None,
         "n_familiar": len(few),
     }  # fmt: skip
 
-    if by_test["colour"]:
-        right = []
-        for prompt, image in by_test["colour"]:
-            mask, _ = find_thing(image)
-            right.append(drawings.colour_of(drawings.to_lab(image)[mask]) == prompt["tint"])
-        figures["colour"] = {"right": round(float(np.mean(right)), 4), "n": len(right),
-                             "chance": round(1 / len(drawings.TINTS), 4)}  # fmt: skip
-    if by_test["background"]:
-        right = [
-            drawings.nearest_background(find_thing(image)[1]) == prompt["background"]
-            for prompt, image in by_test["background"]
-        ]
-        figures["background"] = {"right": round(float(np.mean(right)), 4), "n": len(right),
-                                 "chance": round(1 / (1 + len(drawings.BACKGROUNDS)), 4)}  # fmt: skip
+    for test, column, chance in (
+        ("colour", "tint", 1 / len(drawings.TINTS)),
+        ("background", "background", 1 / (1 + len(drawings.BACKGROUNDS))),
+    ):
+        right, unseen_pair = [], []
+        for prompt, image in by_test[test]:
+            mask, ground = find_thing(image)
+            tint = drawings.colour_of(drawings.to_lab(image)[mask]) if test == "colour" else None
+            right.append((tint if test == "colour" else drawings.nearest_background(ground)) == prompt[column])
+            unseen_pair.append(drawings.held_colour(prompt["concept"], prompt[column]))
+        if right:
+            of_unseen = [hit for hit, unseen in zip(right, unseen_pair) if unseen]
+            figures[test] = {
+                "right": round(float(np.mean(right)), 4),
+                "n": len(right),
+                "right_of_held_out": round(float(np.mean(of_unseen)), 4) if of_unseen else None,
+                "n_held_out": len(of_unseen),
+                "chance": round(chance, 4),
+            }
     if by_test["scene"]:
         parts = [half for p, image in by_test["scene"] for half in halves(image, p["relation"])]
         asked = [name for p, _ in by_test["scene"] for name in (p["concept"], p["other"])]
@@ -563,17 +568,28 @@ def read_painted(folder: str, n: int) -> list[np.ndarray]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder of shards that 01i_emoji_styles.py wrote")
-    parser.add_argument("--write_prompts", metavar="FILE", help="write the prompts of all tests to this .jsonl")
-    parser.add_argument("--prompts", metavar="FILE", help="the .jsonl that was painted")
-    parser.add_argument("--images", help="folder with 00000.png, 00001.png, ...: one for each prompt, in order")
-    parser.add_argument("--out", type=Path, help="folder for figures.json and the grids")
-    parser.add_argument("--check", action="store_true", help="measure real pictures as if painted, and shuffled ones")
-    parser.add_argument("--features", type=Path, help="a .npz that keeps the features of --data between runs")
-    parser.add_argument("--batch", type=int, default=64, help="pictures at once; default %(default)s")
-    parser.add_argument("--device", help="cuda or cpu; default: cuda if there is one")
-    args = parser.parse_args()
+    p = parser(__doc__)
+    g = p.add_argument_group("real drawings")
+    g.add_argument("--data", type=Path, required=True, help="folder of shards that 01i_emoji_styles.py wrote")
+
+    g = p.add_argument_group("what to do")
+    g.add_argument("--write_prompts", metavar="FILE", help="write all tests' prompts to this .jsonl; default: do not")
+    g.add_argument(
+        "--prompts", metavar="FILE", help="the .jsonl that was painted; default: none, for --images it is wanted"
+    )
+    g.add_argument("--images", help="measure 00000.png, 00001.png, ... here, one a prompt; default: do not")
+    g.add_argument("--check", action="store_true", help="measure real pictures as if painted, and shuffled ones")
+
+    g = p.add_argument_group("running")
+    g.add_argument(
+        "--out", type=Path, help="folder for figures.json and grids; default: none, for --images it is wanted"
+    )
+    g.add_argument(
+        "--features", type=Path, help="a .npz that keeps the features of --data between runs; default: no file"
+    )
+    g.add_argument("--batch", type=int, default=64, help="pictures at once")
+    g.add_argument("--device", help="cuda or cpu; default: cuda if there is one")
+    args = p.parse_args()
     if not (args.check or args.write_prompts or args.images):
         raise InputError("nothing to do: give --write_prompts FILE, --images DIR with --prompts and --out, or --check")
     if args.images and not (args.prompts and args.out):

@@ -30,6 +30,9 @@ STYLES = {  # the words that captions use: the first is the usual one
     "streamline": ("pastel sticker", "outlined pastel sticker"),
 }
 
+# Styles that draw a thing alike, with other shading: they are held out together, or one would be a copy of the other.
+TWINS = {"fluent_flat": "fluent"}
+
 BACKGROUNDS = {  # RGB; besides white
     "red": (215, 40, 45),
     "orange": (250, 145, 30),
@@ -100,10 +103,18 @@ def fraction(*words: str) -> float:
 
 
 def held_styles(concept: str, styles: Iterable[str]) -> set[str]:
-    """The styles, of those that a concept is drawn in, that training does not see it in; MIN_TRAINED always remain."""
-    ranked = sorted((fraction("style", concept, style), style) for style in set(styles))
-    held = [style for number, style in ranked if number < HELD_STYLES]
-    return set(held[: max(0, len(ranked) - MIN_TRAINED)])
+    """The styles, of those that a concept is drawn in, that training does not see it in; MIN_TRAINED always remain,
+    and TWINS stay together."""
+    families: dict[str, set[str]] = {}
+    for style in styles:
+        families.setdefault(TWINS.get(style, style), set()).add(style)
+    held: set[str] = set()
+    left = sum(map(len, families.values()))
+    for number, family in sorted((fraction("style", concept, family), family) for family in families):
+        if number < HELD_STYLES and left - len(families[family]) >= MIN_TRAINED:
+            held |= families[family]
+            left -= len(families[family])
+    return held
 
 
 def held_colour(concept: str, colour: str) -> bool:
