@@ -7,7 +7,6 @@ import copy
 import ctypes
 import io
 import json
-import os
 import random
 import resource
 import struct
