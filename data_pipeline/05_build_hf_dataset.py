@@ -48,15 +48,21 @@ def read_manifests(folders: list[Path]) -> list[dict]:
             raise InputError(
                 f"{folder} was written by {manifest.get('script')}: give a folder that 04_tokenise.py wrote"
             )
-        kinds = {"complete": bool, "tokenizer_hash": str, "max_length": int, "source": str, "rows": int, "shards": dict}
-        for name, kind in kinds.items():
-            if type(manifest.get(name)) is not kind:
-                found = repr(manifest.get(name))[:80]
-                raise InputError(
-                    f"{folder / 'manifest.json'} wants a {kind.__name__} for {name}, found {found}: {AGAIN}"
-                )
-        if not manifest["complete"]:
+        if manifest.get("complete") is not True:
             raise InputError(f"{folder} is not finished: run the 04_tokenise.py command that made it again")
+        kinds = {
+            "tokenizer_hash": str,
+            "max_length": int,
+            "vocab_size": int,
+            "source": str,
+            "rows": int,
+            "shards": dict,
+        }
+        for name, kind in kinds.items():
+            if type(value := manifest.get(name)) is not kind:
+                raise InputError(
+                    f"{folder / 'manifest.json'} wants {kind.__name__} for {name}, found {str(value)[:80]}: {AGAIN}"
+                )
         for name in ("tokenizer_hash", "max_length"):
             if manifests and manifest[name] != manifests[0][name]:
                 raise InputError(
