@@ -33,6 +33,7 @@ from sd.fused import FusedUNet, apply
 from sd.graphs import Graphed
 from sd.output import Output
 from sd.painting import decode_each, encode_pairs, fast, load_picture, make_sampler, sample_batches, sampler_options
+from sd.pictures import check_side
 from sd.pnginfo import read_settings
 from sd.prompts import LONG_PROMPTS, SEEDS, check_seed, check_text, foreign_syntax, parse_prompt, read_prompts
 from sd.samplers import SAMPLERS
@@ -186,6 +187,8 @@ def settle(args):
     if args.init_image is not None and not (0 < args.strength <= 1 and int(args.steps * args.strength) >= 1):
         raise InputError(f"--strength wants 0 to 1 and, of {args.steps} steps, at least one; found {args.strength}")
     check_seed(args.seed, "--seed")
+    for name in ("width", "height"):
+        check_side(getattr(args, name), 1, f"--{name}")
     return args
 
 

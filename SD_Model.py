@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -42,9 +41,24 @@ def run_cli(main):
 # ----------------------------------------------------------------------------------------------------------------
 
 
+def check_kinds(config) -> None:
+    """InputError unless each value is of its default's kind, a number neither negative nor too large for a network."""
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if isinstance(f.default, tuple):
+            kind, values, wanted = type(f.default[0]), value if isinstance(value, tuple) else None, "a list of "
+        else:
+            kind, values, wanted = type(f.default), (value,), ""
+        kinds = (int, float) if kind is float else (kind,)
+        if not values or not all(type(v) in kinds and 0 <= v < 1 << 20 for v in values):
+            raise InputError(f"{type(config).__name__} wants {wanted}{kind.__name__} for {f.name}, found {value!r}")
+        if kind is not bool and min(values) == 0 and f.name not in ("num_res_blocks", "dropout"):
+            raise InputError(f"{type(config).__name__} wants {f.name} above 0, found {value!r}")
+
+
 @dataclass(frozen=True)
 class UNetConfig:
-    """Architecture of a UNet. Level i works at 1/2^i of the latent's size."""
+    """Architecture of a UNet. Level i works at 1/2^i of the latent's size. InputError for values of another kind."""
 
     channels: tuple[int, ...] = (320, 640, 1280, 1280)  # width of each level
     attention: tuple[bool, ...] = (True, True, True, False)  # transformers at this level? (the middle always has one)
@@ -56,10 +70,14 @@ class UNetConfig:
     out_channels: int = 4
     dropout: float = 0.0  # inside residual blocks
 
+    def __post_init__(self):
+        check_kinds(self)
+
 
 @dataclass(frozen=True)
 class VAEConfig:
-    """Architecture of an autoencoder. It shrinks height and width by factor = patch * 2^(levels - 1)."""
+    """Architecture of an autoencoder. It shrinks height and width by factor = patch * 2^(levels - 1). InputError for
+    values of another kind."""
 
     channels: tuple[int, ...] = (128, 256, 512, 512)  # width of each level
     num_res_blocks: int = 2  # residual blocks a level in the encoder; one more in the decoder
@@ -69,13 +87,19 @@ class VAEConfig:
     patch: int = 1  # space-to-depth stem: patch x patch pixels become channels before the first conv (1: none)
     scaling_factor: float = 0.18215  # latents are multiplied by it, so that their standard deviation is about 1
 
+    def __post_init__(self):
+        check_kinds(self)
+
     @property
     def factor(self) -> int:
         return self.patch * 2 ** (len(self.channels) - 1)
 
 
 def config_from_dict(cls, values: dict):
-    """A UNetConfig or VAEConfig from JSON values. Unknown or missing names raise InputError."""
+    """A UNetConfig or VAEConfig from JSON values. Unknown or missing names, and values of another kind, raise
+    InputError."""
+    if not isinstance(values, dict):
+        raise InputError(f"{cls.__name__} wants an object of names and values, found {values!r}")
     known = {f.name for f in fields(cls)}
     if set(values) != known:
         raise InputError(f"{cls.__name__} wants exactly {sorted(known)}, found {sorted(values)}")
@@ -538,7 +562,10 @@ class TextEncoder(nn.Module):
     def __init__(self, model: nn.Module, tokenizer):
         super().__init__()
         self.model, self.tokenizer = model, tokenizer
-        self.max_length = min(self.MAX_LENGTH, tokenizer.model_max_length)
+        asked = tokenizer.model_max_length
+        if type(asked) not in (int, float) or not asked >= 3:  # start, a token, end
+            raise InputError(f"a tokenizer wants a model_max_length of at least 3, found {asked!r}")
+        self.max_length = int(min(self.MAX_LENGTH, asked))
         self.masked = model.config.model_type not in ("clip", "clip_text_model")
 
     @property
@@ -555,7 +582,7 @@ class TextEncoder(nn.Module):
             loader = CLIPTextModel if is_clip else AutoModel
             model, info = loader.from_pretrained(name, output_loading_info=True, dtype=torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as e:  # absent, offline, damaged
+        except Exception as e:  # absent, offline, damaged: libraries' classes of errors are many, and change
             reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else type(e).__name__
             raise InputError(
                 f"a text encoder was wanted at {name!r}, a local folder or a hub name, and could not be loaded "

@@ -26,7 +26,6 @@ import copy
 import hashlib
 import json
 import math
-import pickle
 import shutil
 import time
 from dataclasses import asdict, dataclass, replace
@@ -36,22 +35,22 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from sd.checkpoints import MAX_STEPS, find_checkpoint, readable_alike, resume_problem
+from sd.checkpoints import MAX_STEPS, OLDER, find_checkpoint, readable_alike, resume_problem
 from sd.cli import parser
 from sd.data import MAX_SEED, check_seed
 from sd.device import DTYPES, pick_device, usual_dtype
-from sd.errors import InputError, run
+from sd.errors import InputError, reading, run
 from sd.files import digests, lock_run, make_folder, new_folder, read_json, write_json
 from sd.log import append_json, cut_log
 from sd.optim import Muon, ema_decay, fallen, update_ema
 from sd.output import save_png
-from sd.pictures import grid
+from sd.pictures import check_side, grid
 from sd.shards import image_key, key_fraction, list_shards, source_of
 from sd.stream import stream
 from sd.weights.parts import save_vae
 from sd.weights.read import checkpoint_folders
 from sd.weights.tensors import save_tensors
-from sd.workers import progress
+from sd.workers import check_workers, progress
 from SD_Model import PRESETS, VAE, weights_hash
 
 MAX_HELD_OUT = 256  # pictures that the PSNR is measured on
@@ -283,8 +282,9 @@ def open_trained(args, config: dict, device: torch.device) -> Trained:
         state = read_json(folder / "state.json")
         same_config(config, state["config"], folder)
         step = state["step"]
-        vae.load_state_dict(load_file(folder / "vae.safetensors"))
-        ema.load_state_dict(load_file(folder / "vae_ema.safetensors"))
+        for name, module in (("vae", vae), ("vae_ema", ema)):
+            with reading(folder / f"{name}.safetensors", OLDER):
+                module.load_state_dict(load_file(folder / f"{name}.safetensors"))
         print(f"going on from {folder}, step {step} of {args.max_steps}")
     for name in ("log.jsonl", "validation.jsonl"):
         cut_log(out / name, step)
@@ -298,12 +298,10 @@ def open_trained(args, config: dict, device: torch.device) -> Trained:
 
 def load_optimizers(folder: Path, optimizers: list[torch.optim.Optimizer], device: torch.device):
     """Their states from a checkpoint. InputError if it holds something else; no code of the file is run."""
-    try:
+    with reading(folder / "optimizer.pt", OLDER):
         states = torch.load(folder / "optimizer.pt", map_location=device, weights_only=True)
-    except pickle.UnpicklingError:
-        raise InputError(f"{folder / 'optimizer.pt'} is not an optimizer state: give another checkpoint") from None
-    for optimizer, saved in zip(optimizers, states, strict=True):
-        optimizer.load_state_dict(saved)
+        for optimizer, saved in zip(optimizers, states, strict=True):
+            optimizer.load_state_dict(saved)
 
 
 def take_step(trained: Trained, pictures: torch.Tensor, lr: float, args) -> dict[str, torch.Tensor]:
@@ -431,8 +429,10 @@ def check_args(args):
     factor = PRESETS[args.model]["vae"].factor
     if args.size < factor or args.size % factor:
         raise InputError(f"--size {args.size} was given; the preset {args.model} wants multiples of {factor}")
-    if min(args.max_steps, args.batch, args.save_steps, args.log_steps) < 1 or args.workers < 0:
-        raise InputError("--max_steps, --batch, --save_steps and --log_steps start at 1, --workers at 0")
+    check_side(args.size, factor)
+    check_workers(args.workers)
+    if min(args.max_steps, args.batch, args.save_steps, args.log_steps) < 1:
+        raise InputError("--max_steps, --batch, --save_steps and --log_steps start at 1")
     if args.max_steps > MAX_STEPS:
         raise InputError(f"--max_steps wants {MAX_STEPS:,} at most, found {args.max_steps:,}")
     check_seed(args.seed)

@@ -44,12 +44,13 @@ from sd.errors import InputError, run
 from sd.files import sha256
 from sd.latents import Shard, address, finished, open_folder, stamp, write_manifest, write_shard
 from sd.locks import Locks
+from sd.pictures import check_side
 from sd.shards import FLIP, list_shards, source_of
 from sd.speed import encoding_benchmark
 from sd.stream import Batch, bucket_sizes, stream
 from sd.weights.parts import DEFAULT_VAE
 from sd.weights.read import load_vae
-from sd.workers import progress
+from sd.workers import check_workers, progress
 from SD_Model import VAE, weights_hash
 
 POLL_S = 1.0  # between looks at shards that are in other processes' hands
@@ -192,8 +193,10 @@ def parse_args(argv=None):
     args = p.parse_args(argv)
     if args.benchmark is None and not (args.images and args.out):
         raise InputError("--images and --out are wanted (or --benchmark)")
-    if args.size < 8 or (args.batch is not None and args.batch < 1) or (args.workers is not None and args.workers < 0):
-        raise InputError("--size must be at least 8, --batch at least 1, --workers at least 0")
+    check_side(args.size)
+    check_workers(args.workers or 0)
+    if args.batch is not None and args.batch < 1:
+        raise InputError(f"--batch wants at least 1, found {args.batch}")
     return args
 
 

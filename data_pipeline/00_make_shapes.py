@@ -14,9 +14,10 @@ import _path  # noqa: F401
 
 from sd.cli import parser
 from sd.errors import InputError, run
-from sd.pictures import encode_png
+from sd.pictures import check_side, encode_png
 from sd.shapes import row
 from sd.shards import ShardWriter, build_shards
+from sd.workers import check_workers
 
 
 def write_shard(path: Path, number: int, indices: range, seed: int, size: int) -> int:
@@ -40,10 +41,10 @@ def main() -> None:
     g.add_argument("--shard_size", type=int, default=1000, help="pictures a tar, at most 10,000")
     g.add_argument("--workers", type=int, default=1, help="processes")
     args = p.parse_args()
-    if args.count < 1 or args.size < 16 or args.seed < 0 or not 1 <= args.shard_size <= 10_000:
-        raise InputError(
-            "--count must be at least 1, --size at least 16, --seed at least 0, --shard_size from 1 to 10,000"
-        )
+    check_side(args.size, 16)
+    check_workers(args.workers)
+    if args.count < 1 or args.seed < 0 or not 1 <= args.shard_size <= 10_000:
+        raise InputError("--count must be at least 1, --seed at least 0, --shard_size from 1 to 10,000")
     settings = {"count": args.count, "seed": args.seed, "size": args.size, "shard_size": args.shard_size}
     extra = (args.seed, args.size)
     manifest = build_shards(

@@ -28,10 +28,11 @@ from sd.cli import parser
 from sd.errors import InputError, run
 from sd.folders import IMAGE_EXTENSIONS, endings, is_picture, walk_folder
 from sd.metadata import find_column
-from sd.pictures import Reject, decode_image, encode_jpeg, read_header, resize_crop
+from sd.pictures import Reject, check_side, decode_image, encode_jpeg, read_header, resize_crop
 from sd.shards import CAPTION_EXTENSIONS, ShardWriter
 from sd.sources import write_all
 from sd.text import add_encoding_argument, check_template, clean_text
+from sd.workers import check_workers
 
 FILE_COLUMNS = ("file", "file_name", "filename", "path", "image")
 
@@ -201,8 +202,10 @@ def main() -> None:
     g.add_argument("--workers", type=int, default=1, help="processes")
     args = p.parse_args()
     usertext.check_encoding(args.caption_encoding)
-    if (args.size is not None and args.size < 8) or not 1 <= args.shard_size <= 10_000:
-        raise InputError("--size must be at least 8, --shard_size from 1 to 10,000")
+    check_side(args.size)
+    check_workers(args.workers)
+    if not 1 <= args.shard_size <= 10_000:
+        raise InputError(f"--shard_size wants 1 to 10,000, found {args.shard_size:,}")
     if args.template is not None:
         check_template(args.template, ("name", "folder"))
 

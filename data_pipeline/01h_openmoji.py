@@ -17,10 +17,11 @@ import _path  # noqa: F401
 
 from sd.cli import parser
 from sd.errors import InputError, run
-from sd.pictures import Reject, decode_image
+from sd.pictures import Reject, check_side, decode_image
 from sd.shards import ShardWriter
 from sd.sources import write_all
 from sd.text import check_template
+from sd.workers import check_workers
 
 REGIONAL = range(0x1F1E6, 0x1F200)  # a flag is two of these letters, or
 TAG = range(0xE0000, 0xE0080)  # a black flag with letters of this kind
@@ -111,8 +112,10 @@ def main() -> None:
     g.add_argument("--shard_size", type=int, default=500, help="pictures a tar, at most 10,000")
     g.add_argument("--workers", type=int, default=1, help="processes")
     args = p.parse_args()
-    if args.size < 8 or not 1 <= args.shard_size <= 10_000 or (args.limit is not None and args.limit < 1):
-        raise InputError("--size must be at least 8, --shard_size from 1 to 10,000, --limit at least 1")
+    check_side(args.size)
+    check_workers(args.workers)
+    if not 1 <= args.shard_size <= 10_000 or (args.limit is not None and args.limit < 1):
+        raise InputError("--shard_size must be from 1 to 10,000, --limit at least 1")
     check_template(args.template, ("name",))
     need("resvg_py", "resvg-py")
     pictures = find_pictures(args.skin_tones, args.limit)

@@ -44,7 +44,7 @@ from sd.metadata import find_column, finished_counts, metadata_value
 from sd.pictures import Reject
 from sd.shards import caption_of, image_key, iter_samples, list_shards, source_of
 from sd.text import add_encoding_argument, clean_text, load_tokenizer, text_length, tokenize, tokenizer_hash
-from sd.workers import parallel, progress
+from sd.workers import check_workers, parallel, progress
 
 BATCH_CAPTIONS = 4096
 METADATA = {
@@ -195,6 +195,7 @@ def main() -> None:
     g.add_argument("--workers", type=int, default=1, help="processes")
     args = p.parse_args()
     usertext.check_encoding(args.caption_encoding)
+    check_workers(args.workers)
 
     tars = list_shards(args.images)
     refuse_repeated_names(tars)

@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sd.cli import parser
-from sd.errors import InputError, run
+from sd.errors import InputError, reading, run
 from sd.files import make_folder, read_json, replace_folder, sha256, write_manifest
 from sd.hashes import Hashes, hash_texts
 from sd.shards import key_fraction
@@ -34,6 +34,7 @@ from sd.workers import progress
 
 BATCH_ROWS = 1000  # rows a record batch
 READ_ROWS = 50_000
+AGAIN = "run 04_tokenise.py again"
 
 
 def read_manifests(folders: list[Path]) -> list[dict]:
@@ -47,8 +48,21 @@ def read_manifests(folders: list[Path]) -> list[dict]:
             raise InputError(
                 f"{folder} was written by {manifest.get('script')}: give a folder that 04_tokenise.py wrote"
             )
-        if not manifest["complete"]:
+        if manifest.get("complete") is not True:
             raise InputError(f"{folder} is not finished: run the 04_tokenise.py command that made it again")
+        kinds = {
+            "tokenizer_hash": str,
+            "max_length": int,
+            "vocab_size": int,
+            "source": str,
+            "rows": int,
+            "shards": dict,
+        }
+        for name, kind in kinds.items():
+            if type(value := manifest.get(name)) is not kind:
+                raise InputError(
+                    f"{folder / 'manifest.json'} wants {kind.__name__} for {name}, found {str(value)[:80]}: {AGAIN}"
+                )
         for name in ("tokenizer_hash", "max_length"):
             if manifests and manifest[name] != manifests[0][name]:
                 raise InputError(
@@ -57,10 +71,25 @@ def read_manifests(folders: list[Path]) -> list[dict]:
                 )
         for shard, rows in manifest["shards"].items():
             path = folder / shard
-            if not path.exists() or pq.read_metadata(path).num_rows != rows:
+            with reading(path, AGAIN):
+                found = pq.read_metadata(path).num_rows
+            if found != rows:
                 raise InputError(f"{path} does not have the {rows} rows of its manifest: run 04_tokenise.py again")
         manifests.append(manifest)
     return manifests
+
+
+def read_batches(path: Path, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """The rows of a token file as batches of `schema`; fails in one sentence where it has other columns, or nulls."""
+    batches = pq.ParquetFile(path).iter_batches(READ_ROWS, columns=schema.names)
+    while True:
+        with reading(path, AGAIN):
+            if (batch := next(batches, None)) is None:
+                return
+            batch = batch.select(schema.names).cast(schema)
+            if empty := [name for name in schema.names if batch.column(name).null_count]:
+                raise ValueError(f"its column {empty[0]} has nulls")
+        yield batch
 
 
 def read_rows(folders: list[Path], manifests: list[dict], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
@@ -68,7 +97,7 @@ def read_rows(folders: list[Path], manifests: list[dict], schema: pa.Schema) -> 
     keys = Hashes()
     for folder, manifest in zip(folders, manifests, strict=True):
         for shard in manifest["shards"]:
-            for batch in pq.ParquetFile(folder / shard).iter_batches(READ_ROWS, columns=schema.names):
+            for batch in read_batches(folder / shard, schema):
                 names = batch.column("image_key")
                 new = keys.add_new(hash_texts(names.cast(pa.large_string())))
                 if not new.all():
@@ -76,7 +105,7 @@ def read_rows(folders: list[Path], manifests: list[dict], schema: pa.Schema) -> 
                     raise InputError(
                         f"{folder / shard} repeats the image key {name}: give each source its own --source in 04"
                     )
-                yield batch.select(schema.names).cast(schema)
+                yield batch
 
 
 def held_out_keys(folders: list[Path], manifests: list[dict], val_fraction: float) -> set[str]:

@@ -5,7 +5,6 @@ import copy
 import json
 import math
 import os
-import pickle
 import shutil
 import sys
 import threading
@@ -15,13 +14,15 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from sd.errors import InputError
+from sd.errors import InputError, reading
 from sd.files import digests, fsync, read_json
 from sd.log import Window
 from sd.weights.parts import save_vae
 from sd.weights.read import checkpoint_folders, checkpoint_problem, checkpoint_step
 from sd.weights.tensors import save_tensors
 from SD_Model import TextEncoder, UNetConfig, config_from_dict
+
+OLDER = "it is damaged or of another run; go on from an older checkpoint with --resume PATH"
 
 MAX_STEPS = 99_999_999  # as many as eight digits of a checkpoint's name can tell
 
@@ -36,9 +37,17 @@ def resume_problem(folder: Path, needed: set[str] = NEEDED, state: set[str] = ST
         return fault
     if missing := needed - set(read_json(folder / "manifest.json")):
         return f"its manifest lacks {sorted(missing)[0]}"
-    saved, named = read_json(folder / "state.json"), checkpoint_step(folder)
+    try:
+        saved, named = json.loads((folder / "state.json").read_text()), checkpoint_step(folder)
+    except ValueError:
+        saved = None
+    if not isinstance(saved, dict):
+        return "its state.json is damaged"
     if missing := state - set(saved):
         return f"its state.json has no {sorted(missing)[0]}: weights alone, or of another version; try --init_from"
+    kinds = {"settings": dict, "config": dict, "data": dict, "inputs": dict, "lineage": list, "step": int, "seen": int}
+    if odd := [name for name, kind in kinds.items() if name in saved and type(saved[name]) is not kind]:
+        return f"its state.json has another kind of value for {odd[0]}"
     if named not in (None, saved["step"]):
         return f"its state.json is of step {saved['step']:,}: a copy under another name"
     return None
@@ -230,7 +239,9 @@ def load_weights(checkpoint: Path, live, ema):
     if config != live.unet.config:
         raise InputError(f"{checkpoint} holds a UNet of {config}, and the preset is now {live.unet.config}")
     for net, suffix in ((live, ""), (ema, "_ema")):
-        net.unet.load_state_dict(safetensors.torch.load_file(checkpoint / f"unet{suffix}.safetensors"))
+        file = checkpoint / f"unet{suffix}.safetensors"
+        with reading(file, OLDER):
+            net.unet.load_state_dict(safetensors.torch.load_file(file))
         if net.text_encoder is not None:
             encoder = TextEncoder.from_pretrained(str(checkpoint / f"text_encoder{suffix}"))
             net.text_encoder.load_state_dict(encoder.state_dict())
@@ -238,16 +249,12 @@ def load_weights(checkpoint: Path, live, ema):
 
 def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer):
     """AdamW's state of a checkpoint. Nothing but tensors and plain values is unpickled."""
-    try:
-        optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True))
+    file = checkpoint / "optimizer.pt"
+    with reading(file, OLDER):
+        optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
         for p, state in optimizer.state.items():  # fused steps want moments that lie in memory as their weights do
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.empty_like(p, requires_grad=False).copy_(state[name])
-    except (pickle.UnpicklingError, RuntimeError, ValueError, KeyError) as e:
-        raise InputError(
-            f"the optimizer's state was wanted in {checkpoint / 'optimizer.pt'}, and it is not that of this run "
-            f"({str(e).splitlines()[0][:200]}); try an older checkpoint with --resume PATH"
-        ) from None
 
 
 @dataclass

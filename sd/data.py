@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from sd.errors import InputError
+from sd.errors import InputError, reading
 from sd.shards import FLIP, key_fraction
 
 DRAWING = 1  # version of how everything here is drawn; raise it when one seed no longer gives the same samples
@@ -131,9 +131,18 @@ def read_split(folder: Path, split: str) -> tuple[pa.ChunkedArray, np.ndarray, p
         raise InputError(
             f"a dataset with a {split} split was wanted in {folder} ({e}); run data_pipeline/05 again"
         ) from None
+    except (TypeError, AttributeError):
+        raise InputError(f"{folder / split / 'state.json'} is damaged; run data_pipeline/05 again") from None
     if not tables:  # a split without rows may have no file
         return pa.chunked_array([], pa.string()), np.zeros((0, 1), np.uint16), pa.chunked_array([], pa.string())
-    table = pa.concat_tables(tables)
+    with reading(folder / split, "run data_pipeline/05 again"):
+        table = pa.concat_tables(tables).select(["image_key", "input_ids", "caption"])
+        if not pa.types.is_integer(getattr(table["input_ids"].type, "value_type", pa.null())):
+            raise ValueError(f"input_ids are {table['input_ids'].type}, not lists of whole numbers")
+        if empty := [name for name in table.column_names if table[name].null_count]:
+            raise ValueError(f"column {empty[0]} has nulls")
+        if any(name != "input_ids" and table[name].type != pa.string() for name in table.column_names):
+            raise ValueError("image_key and caption are not texts")
     ids = [np.asarray(c.flatten()).reshape(len(c), -1) for c in table["input_ids"].chunks if len(c)]
     ids = np.concatenate(ids) if ids else np.zeros((0, 1), np.int32)  # Split gives it the others' width
     return table["image_key"], ids.astype(np.uint16 if ids.max(initial=0) < 1 << 16 else np.int32), table["caption"]
@@ -157,10 +166,12 @@ class LatentStore:
                 reading = path
                 try:
                     table = pq.ParquetFile(path).read(columns=["image_key", "row"])
+                    if table["row"].null_count or not pa.types.is_integer(table["row"].type):
+                        raise ValueError("its rows are no whole numbers")
                     row = table["row"].to_numpy()
                     reading = path.with_suffix(".npy")
                     array = np.load(reading, mmap_mode="r")
-                    if array.ndim != 4 or row.max(initial=-1) >= len(array):
+                    if array.ndim != 4 or row.max(initial=-1) >= len(array) or row.min(initial=0) < 0:
                         raise ValueError("the array is not the index's")
                 except (OSError, ValueError, EOFError, KeyError, pa.ArrowInvalid):  # cut, empty, or of another shard
                     self.left_out.append(reading.name)

@@ -1,8 +1,9 @@
 """The one way to report a user's error, and to run a program's main()."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 
 from tqdm import tqdm
 
@@ -12,22 +13,51 @@ class InputError(ValueError):
     processes to the main one like any exception."""
 
 
+def short(error: BaseException) -> str:
+    """The first line of an error, at most 200 characters; its class's name if it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".: ")
+
+
+@contextmanager
+def reading(what: str, advice: str) -> Iterator[None]:
+    """A block in which libraries open what a user gave, and nothing else happens: whatever they raise becomes an
+    InputError, 'cannot read WHAT (the reason): ADVICE'. Their classes of errors are many and change."""
+    try:
+        yield
+    except (InputError, MemoryError):
+        raise
+    except Exception as error:
+        if type(error).__name__ == "InputError" or _lacks_memory(error):
+            raise
+        raise InputError(f"cannot read {what} ({short(error)}): {advice}") from None
+
+
 def run(main: Callable[[], None]) -> None:
-    """Run a program's main(). A user's mistake, a full disk, a folder that may not be written and a dead worker end
-    with one sentence on stderr and status 2, Ctrl-C with 130; any other exception is a bug and keeps its traceback."""
+    """Run a program's main(). A user's mistake, a full disk, a folder that may not be written, a lack of memory and a
+    dead worker end with one sentence on stderr and status 2, Ctrl-C with 130; any other exception is a bug and keeps
+    its traceback."""
     try:
         main()
     except BrokenProcessPool:
         _end("a worker process was killed, probably for lack of memory: run the command again with fewer --workers")
     except OSError as error:
         _end(f"{error.filename or 'the system'}: {error.strerror or error}: put that right and run the command again")
-    except ValueError as error:
-        if type(error).__name__ != "InputError":  # SD_Model.py stands alone, and has one of its own
-            raise
-        _end(str(error))
+    except Exception as error:
+        if type(error).__name__ == "InputError":  # SD_Model.py stands alone, and has one of its own
+            _end(str(error))
+        if _lacks_memory(error):
+            _end(f"there is not enough memory ({short(error)}): choose smaller sizes and batches, or fewer --workers")
+        raise
     except KeyboardInterrupt:
         print("stopped: run the same command again to go on", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """numpy's and Python's MemoryError, torch's on a GPU, and the plain RuntimeError that torch raises on a CPU. Not
+    imported: the data scripts do without torch."""
+    torch_says = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or torch_says
 
 
 def _end(message: str) -> None:

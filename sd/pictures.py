@@ -45,6 +45,8 @@ JPEG_END, PNG_END = b"\xff\xd9", b"IEND\xaeB`\x82"
 
 MAX_PIXELS = 100_000_000  # a picture that claims more is rejected before anything is allocated (300 MB as RGB)
 
+MAX_SIDE = 10_000  # pixels; a square of that side has MAX_PIXELS
+
 
 class Reject(Exception):
     """A picture that is not used. `reason` is a short word under which it is counted."""
@@ -147,6 +149,12 @@ def _why_not_opened(data: bytes, kind: str | None, error: Exception) -> str:
         return "corrupt"
     start = data[:1000].lstrip(b"\xef\xbb\xbf \t\r\n")
     return "html" if start[:1] == b"<" and b"<svg" not in start.lower() else "unsupported_format"
+
+
+def check_side(side: int | None, least: int = 8, flag: str = "--size") -> None:
+    """InputError unless pictures may have this side in pixels; None is no side."""
+    if side is not None and not least <= side <= MAX_SIDE:
+        raise InputError(f"{flag} wants {least} to {MAX_SIDE:,} pixels, found {side:,}")
 
 
 def decode_image(data: bytes | None, size: int | None = None, max_pixels: int = MAX_PIXELS) -> np.ndarray:

@@ -26,8 +26,9 @@ import numpy as np
 from sd.errors import InputError
 from sd.files import claim_folder, counted, make_folder, read_json
 from sd.folders import endings, is_hidden, is_picture, walk_folder
-from sd.pictures import Reject, decode_image, encode_jpeg, resize_crop
+from sd.pictures import Reject, check_side, decode_image, encode_jpeg, resize_crop
 from sd.shards import MAX_MEMBER_BYTES, ShardWriter, build_shards, key_fraction, plain_members
+from sd.workers import check_workers
 
 TRIES = 5  # of a file from a server
 
@@ -59,8 +60,10 @@ def add_arguments(p: argparse.ArgumentParser, path_help: str, url_help: str, hub
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    if args.size < 8 or args.min_side < 0 or not 1 <= getattr(args, "shard_size", 1) <= 10_000:
-        raise InputError("--size must be at least 8, --min_side at least 0, --shard_size from 1 to 10,000")
+    check_side(args.size)
+    check_workers(args.workers)
+    if args.min_side < 0 or not 1 <= getattr(args, "shard_size", 1) <= 10_000:
+        raise InputError("--min_side must be at least 0, --shard_size from 1 to 10,000")
 
 
 def parse_range(flag: str, text: str, lowest: int, highest: int, example: str) -> range:

@@ -41,7 +41,7 @@ def load_tokenizer(path_or_name: str):
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path_or_name)
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except Exception as error:  # absent, offline, damaged: the library's classes of errors are many, and change
         reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
         raise InputError(
             f"cannot load a tokenizer from {path_or_name} ({reason}): give a folder that holds one (as made by "
@@ -52,7 +52,10 @@ def load_tokenizer(path_or_name: str):
 
 def text_length(tokenizer) -> int:
     """L, the ids of a text: 77 as CLIP, or fewer if the tokenizer asks for it."""
-    return min(TEXT_LENGTH, tokenizer.model_max_length)
+    asked = tokenizer.model_max_length
+    if type(asked) not in (int, float) or not asked >= 3:  # start, a token, end
+        raise InputError(f"a tokenizer wants a model_max_length of at least 3, found {asked!r}")
+    return int(min(TEXT_LENGTH, asked))
 
 
 def tokenize(tokenizer, texts: list[str]) -> np.ndarray:

@@ -11,6 +11,10 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 import cv2
 from tqdm import tqdm
 
+from sd.errors import InputError
+
+MAX_WORKERS = 1024  # far more than a machine has cores
+
 
 def _follow_parent() -> None:
     """In a worker process: one thread for OpenCV, and a thread that ends this process when its parent has died."""
@@ -24,11 +28,17 @@ def _follow_parent() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
+def check_workers(workers: int) -> None:
+    if not 0 <= workers <= MAX_WORKERS:
+        raise InputError(f"--workers wants 0 to {MAX_WORKERS:,} processes, found {workers:,}")
+
+
 def parallel(function: Callable, jobs: Iterable[tuple], workers: int) -> Iterator:
     """Yields function(*job) for each job as it is done, in any order; in this process when workers <= 1.
 
     The first exception ends it. At most two jobs a worker wait in the queue, so `jobs` may be long.
     """
+    check_workers(workers)
     if workers <= 1:
         for job in jobs:
             yield function(*job)

@@ -281,7 +281,10 @@ def build(cls, config, state: dict[str, torch.Tensor], device="cpu", dtype=torch
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict | None = None):
     """A .safetensors file that others may read as far as the process's umask lets them; the library lets no one."""
-    save_file(tensors, path, metadata)
+    try:
+        save_file(tensors, path, metadata)
+    except safetensors.SafetensorError as e:  # for a full disk and a forbidden folder too
+        raise OSError(None, f"could not be written ({short(e)})", str(path)) from None
     os.umask(umask := os.umask(0o022))
     os.chmod(path, 0o666 & ~umask)
 

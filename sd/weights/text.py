@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from sd.errors import InputError
+from sd.errors import InputError, reading
 from sd.files import read_json
 from sd.weights import vocabulary
 from sd.weights.parts import own_json
@@ -29,7 +29,7 @@ def clip_from_tensors(source, config, tensors: dict[str, torch.Tensor], tokenize
         for name, t in tensors.items()
         if not name.startswith(CLIP_REST) and not name.endswith("position_ids")
     }
-    with torch.device("meta"):
+    with reading(f"the text encoder's settings of {source}", "copy or download it again"), torch.device("meta"):
         empty = CLIPTextModel(config).state_dict()
     names = {name.removeprefix("text_model."): name for name in empty}  # transformers' own names, by version
     state = fit("text encoder", source, {name: t.shape for name, t in empty.items()}, tensors, names)
@@ -67,7 +67,7 @@ def load_tokenizer(name: str):
         name = str(path if own else path / "tokenizer")
     try:
         return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except Exception as e:  # absent, offline, damaged: the library's classes of errors are many, and change
         raise InputError(
             f"a tokenizer was wanted at {name!r} and could not be loaded ({short(e)}); "
             f"give --tokenizer FOLDER, or run once with a network"
@@ -127,7 +127,8 @@ def load_clip_folder(folder: Path, tokenizer: str | None = None) -> TextEncoder:
     if values.get("model_type") not in ("clip_text_model", "clip"):
         raise InputError(f"{folder} holds a {values.get('model_type')!r}, where a CLIP text model was wanted")
     tensors = tensors_only(read_weights(weights_file(folder, "model")))
-    config = CLIPTextConfig.from_pretrained(folder)
+    with reading(folder / "config.json", "copy or download the folder again"):
+        config = CLIPTextConfig.from_pretrained(folder)
     beside = [f for f in (folder, folder.parent / "tokenizer") if has_tokenizer(f)]
     if tokenizer is not None or beside:
         found = load_tokenizer(tokenizer if tokenizer is not None else str(beside[0]))
