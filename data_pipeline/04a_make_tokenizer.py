@@ -81,10 +81,10 @@ def main() -> None:
     add_encoding_argument(parser)
     args = parser.parse_args()
     usertext.check_encoding(args.caption_encoding)
-    if args.vocab_size < 514 or args.max_length < 3:
+    if not 514 <= args.vocab_size <= 1_000_000 or args.max_length < 3:
         raise InputError(
-            f"--vocab_size is {args.vocab_size} and must be at least 514 (bytes, bytes at a word's end, start, end), "
-            f"--max_length is {args.max_length} and must be at least 3"
+            f"--vocab_size is {args.vocab_size} and must be from 514 (bytes, bytes at a word's end, start, "
+            f"end) to 1,000,000, --max_length is {args.max_length} and must be at least 3"
         )
     tars = list_shards(args.images)
     settings = {

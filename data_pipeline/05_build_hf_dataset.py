@@ -48,15 +48,21 @@ def read_manifests(folders: list[Path]) -> list[dict]:
             raise InputError(
                 f"{folder} was written by {manifest.get('script')}: give a folder that 04_tokenise.py wrote"
             )
-        kinds = {"complete": bool, "tokenizer_hash": str, "max_length": int, "source": str, "rows": int, "shards": dict}
-        for name, kind in kinds.items():
-            if type(manifest.get(name)) is not kind:
-                found = repr(manifest.get(name))[:80]
-                raise InputError(
-                    f"{folder / 'manifest.json'} wants a {kind.__name__} for {name}, found {found}: {AGAIN}"
-                )
-        if not manifest["complete"]:
+        if manifest.get("complete") is not True:
             raise InputError(f"{folder} is not finished: run the 04_tokenise.py command that made it again")
+        kinds = {
+            "tokenizer_hash": str,
+            "max_length": int,
+            "vocab_size": int,
+            "source": str,
+            "rows": int,
+            "shards": dict,
+        }
+        for name, kind in kinds.items():
+            if type(value := manifest.get(name)) is not kind:
+                raise InputError(
+                    f"{folder / 'manifest.json'} wants {kind.__name__} for {name}, found {str(value)[:80]}: {AGAIN}"
+                )
         for name in ("tokenizer_hash", "max_length"):
             if manifests and manifest[name] != manifests[0][name]:
                 raise InputError(
@@ -73,9 +79,11 @@ def read_manifests(folders: list[Path]) -> list[dict]:
     return manifests
 
 
-def read_batches(path: Path, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """The rows of a token file as batches of `schema`; fails in one sentence where it has other columns, or nulls."""
-    batches = pq.ParquetFile(path).iter_batches(READ_ROWS, columns=schema.names)
+def read_batches(path: Path, schema: pa.Schema, count: int = READ_ROWS) -> Iterator[pa.RecordBatch]:
+    """The rows of a token file, `count` at a time, as batches of `schema`; fails in one sentence where
+    it has other columns, or nulls."""
+    with reading(path, AGAIN):
+        batches = pq.ParquetFile(path).iter_batches(count, columns=schema.names)
     while True:
         with reading(path, AGAIN):
             if (batch := next(batches, None)) is None:
@@ -122,7 +130,7 @@ def read_keys(source: str, folders: list[Path], manifests: list[dict]) -> Iterat
     """The image keys of one source, some at a time."""
     for folder, manifest in zip(folders, manifests, strict=True):
         for shard in manifest["shards"] if manifest["source"] == source else ():
-            for batch in pq.ParquetFile(folder / shard).iter_batches(BATCH_ROWS, columns=["image_key"]):
+            for batch in read_batches(folder / shard, pa.schema({"image_key": pa.string()}), BATCH_ROWS):
                 yield batch.column(0).to_pylist()
 
 

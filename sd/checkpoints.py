@@ -45,6 +45,9 @@ def resume_problem(folder: Path, needed: set[str] = NEEDED, state: set[str] = ST
         return "its state.json is damaged"
     if missing := state - set(saved):
         return f"its state.json has no {sorted(missing)[0]}: weights alone, or of another version; try --init_from"
+    kinds = {"settings": dict, "config": dict, "data": dict, "inputs": dict, "lineage": list, "step": int, "seen": int}
+    if odd := [name for name, kind in kinds.items() if name in saved and type(saved[name]) is not kind]:
+        return f"its state.json has another kind of value for {odd[0]}"
     if named not in (None, saved["step"]):
         return f"its state.json is of step {saved['step']:,}: a copy under another name"
     return None

@@ -141,12 +141,15 @@ def weigh(states: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Token states [chunks, T, D] times weights [chunks, T], each chunk then scaled back to its mean before.
 
     The formula is A1111's 'Original' emphasis, for one prompt at a time. Chunks whose weights are all 1 are unchanged.
+    A mean that is lost in rounding, as after a final norm without biases, is no measure: it is then left as it comes.
     """
     if bool((weights == 1).all()):
         return states
     exact = states.float()
     weighted = exact * weights.to(exact)[:, :, None]
-    scale = exact.mean((1, 2), keepdim=True) / weighted.mean((1, 2), keepdim=True)  # [chunks, 1, 1]
+    before, after = (x.mean((1, 2), keepdim=True) for x in (exact, weighted))  # [chunks, 1, 1]
+    lost = torch.minimum(before.abs(), after.abs()) <= 1e-4 * exact.square().mean((1, 2), keepdim=True).sqrt()
+    scale = torch.where(lost, 1.0, before / after)
     plain = (weights == 1).all(1).to(states.device)[:, None, None]
     return torch.where(plain, states, (weighted * scale).to(states.dtype))
 

@@ -734,3 +734,29 @@ def test_what_the_user_says_of_the_model_reaches_it(model, tmp_path, monkeypatch
     assert (told["prediction"], told["zero_terminal_snr"], told["tokenizer"]) == ("v", True, "some/folder")
     SD_ImageGen.main(["--from_png", str(tmp_path / "a.png"), "--device", "cpu", "--out", str(tmp_path / "c.png")])
     assert calls[2] == calls[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Found by tests/test_fuzz.py
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def test_weights_with_an_encoder_whose_mean_is_zero():
+    """A fresh encoder ends in a norm without biases, so that its mean is 0 but for rounding, and dividing by it gave
+    pictures that are not finite. Then tokens are weighed and nothing is scaled; a mean that there is, is restored."""
+    states = torch.nn.functional.layer_norm(torch.randn(1, 12, 16, generator=torch.Generator().manual_seed(0)), (16,))
+    weights = torch.ones(1, 12)
+    weights[0, 3] = 1.3
+    assert torch.equal(prompts.weigh(states, weights), states * weights[:, :, None])
+    zero = torch.zeros(1, 12, 16)
+    assert torch.equal(prompts.weigh(zero, weights), zero)
+    states = states + 0.1
+    assert abs(prompts.weigh(states, weights).mean().item() - 0.1) < 1e-6
+
+
+@pytest.mark.parametrize("flag", ["--width", "--height"])
+@pytest.mark.parametrize("value", [2**32, 2**63, 10**40, 0, -8])
+def test_sides_beyond_all_pictures(flag, value, tmp_path, no_model):
+    with pytest.raises(InputError, match=f"{flag} wants 1 to 10,000 pixels"):
+        SD_ImageGen.main(["--model", "x", "--prompt", "a", "--out", str(tmp_path / "out"), flag, str(value)])
+    assert not (tmp_path / "out").exists()

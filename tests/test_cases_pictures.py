@@ -32,6 +32,7 @@ from test_data_pipeline import (
     run,
 )
 
+import sd.errors
 import sd.files
 import sd.pictures
 import sd.shards
@@ -584,3 +585,106 @@ def test_a_dataset_with_nothing_to_train_on_is_refused(tmp_path):
     assert "lower --val_fraction" in said
     run("05_build_hf_dataset.py", "--in", tokens(tmp_path / "u", "u", 0), "--out", tmp_path / "d", status=2)
     assert not (tmp_path / "d").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Found by tests/test_fuzz.py
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--size", 2**64, "--size wants 16 to 10,000 pixels"),
+        ("--size", 2**31, "--size wants 16 to 10,000 pixels"),
+        ("--workers", 2**32, "--workers wants 0 to 1,024 processes"),
+        ("--workers", -1, "--workers wants 0 to 1,024 processes"),
+    ],
+)
+def test_numbers_beyond_all_machines(flag, value, said, tmp_path):
+    assert said in run("00_make_shapes.py", "--out", tmp_path / "s", "--count", 1, flag, value, status=2)
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.fixture
+def two_rows(tmp_path) -> Path:
+    """A token folder of two rows, as 04 writes it."""
+    ids = pa.FixedSizeListArray.from_arrays(pa.array([1, 2, 3] * 2, pa.int32()), 3)
+    table = pa.table({"image_key": ["s/0/0", "s/0/1"], "input_ids": ids, "caption": ["a", "b"]})
+    (tmp_path / "tokens").mkdir()
+    pq.write_table(table, tmp_path / "tokens/0.parquet")
+    told = {"script": "04_tokenise.py", "complete": True, "tokenizer_hash": "x", "max_length": 3, "source": "s"}
+    sd.files.write_manifest(tmp_path / "tokens", told | {"vocab_size": 9, "rows": 2, "shards": {"0.parquet": 2}})
+    run("05_build_hf_dataset.py", "--in", tmp_path / "tokens", "--out", tmp_path / "sound")
+    return tmp_path / "tokens"
+
+
+@pytest.mark.parametrize("name", ["tokenizer_hash", "max_length", "source", "rows", "shards"])
+def test_a_token_manifest_without_a_name(name, two_rows, tmp_path):
+    told = sd.files.read_json(two_rows / "manifest.json")
+    for value in (None, [1]):
+        sd.files.write_manifest(two_rows, told | {name: value})
+        message = run("05_build_hf_dataset.py", "--in", two_rows, "--out", tmp_path / "out", status=2)
+        assert f"for {name}, found {value}" in message and "run 04_tokenise.py again" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_damaged_token_files(two_rows, tmp_path):
+    table, file = pq.read_table(two_rows / "0.parquet"), two_rows / "0.parquet"
+    spoiled = {
+        "image_key": table.drop_columns(["image_key"]),
+        "input_ids": table.set_column(1, "input_ids", pa.array([1.5, 2.5])),
+        "nulls": table.set_column(2, "caption", pa.array(["a", None])),
+    }
+    for said, content in spoiled.items():
+        pq.write_table(content, file)
+        message = run("05_build_hf_dataset.py", "--in", two_rows, "--out", tmp_path / "out", status=2)
+        assert f"cannot read {file}" in message and said in message + " input_ids"
+    file.write_bytes(b"PAR1 and no more")
+    assert f"cannot read {file}" in run("05_build_hf_dataset.py", "--in", two_rows, "--out", tmp_path / "out", status=2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_memory_that_is_not_there_ends_in_a_sentence(capsys):
+    """Python's and numpy's error, and the plain RuntimeError of torch on a CPU; others keep their trace."""
+    import torch
+
+    def allocate():
+        torch.empty(1 << 50, dtype=torch.uint8)
+
+    for main in (allocate, lambda: np.zeros(1 << 50, np.uint8), lambda: sd.errors.run(allocate)):
+        with pytest.raises(SystemExit) as stop:
+            sd.errors.run(main)
+        text = capsys.readouterr().err
+        assert stop.value.code == 2 and text.startswith("error: there is not enough memory") and text.count("\n") == 1
+
+    def bug():
+        raise RuntimeError("of another kind")
+
+    with pytest.raises(RuntimeError):
+        sd.errors.run(bug)
+
+
+def test_more_pictures_or_tokens_than_can_be(tmp_path):
+    assert "1 to 1,000,000,000" in run("00_make_shapes.py", "--out", tmp_path / "s", "--count", 2**64, status=2)
+    (tmp_path / "s/images").mkdir(parents=True)
+    make_tar(tmp_path / "s/images/00000.tar", [("0.png", encode(PICTURE, "PNG")), ("0.txt", b"a")])
+    more = ("--in", tmp_path / "s/images", "--out", tmp_path / "t")
+    assert "1,000,000" in run("04a_make_tokenizer.py", *more, "--vocab_size", 2**32, status=2)
+    assert "--workers wants" in run("02_filter.py", *more, "--workers", 2**32, status=2)
+
+
+def test_a_link_to_itself_is_counted(tmp_path):
+    from sd.sources import read_file
+
+    (tmp_path / "a.png").symlink_to("a.png")
+    with pytest.raises(sd.pictures.Reject, match="no_image|link"):
+        read_file(tmp_path, "a.png")
+
+
+def test_an_error_of_several_lines_is_one(capsys):
+    def main():
+        raise OSError("first line\nsecond line\n")
+
+    with pytest.raises(SystemExit):
+        sd.errors.run(main)
+    assert capsys.readouterr().err == "error: the system: first line: put that right and run the command again\n"

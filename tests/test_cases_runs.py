@@ -768,3 +768,61 @@ def test_what_is_painted_from_pure_noise_is_learned():
     without = errors_at_the_end("--weighting", "min_snr")[0]
     print(f"v's error at the last timestep: {error:.3f}, with min_snr {without:.3f}, of zero {zero:.3f}")
     assert without > 1.1 * error
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Found by tests/test_fuzz.py
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["unet.safetensors", "unet_ema.safetensors", "optimizer.pt"])
+def test_a_checkpoint_file_that_its_checksum_does_not_betray(name, data, half):
+    """Written so, or edited together with the manifest."""
+    newest = checkpoints(half)[-1]
+    (newest / name).write_bytes(b"\x08")
+    edit_state(newest)
+    manifest = json.loads((newest / "manifest.json").read_text()) | {name: sd.files.sha256(newest / name)}
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    assert f"cannot read {newest / name}" in (said := refused(data, half, "--resume")) and "older checkpoint" in said
+
+
+@pytest.mark.parametrize("change", [{"settings": "x"}, {"step": [6]}, {"lineage": {}}, {"data": 1}])
+def test_a_state_of_another_kind_is_no_checkpoint(change, data, half):
+    edit_state(checkpoints(half)[-1], **change)
+    assert f"another kind of value for {next(iter(change))}" in train(data, half, "--resume", "--stop_at", 4)
+
+
+@pytest.mark.parametrize("content", ["[[]]", "null", '{"_data_files": [1]}', '{"_data_files": [{"filename": 5}]}'])
+def test_a_split_whose_state_is_of_another_kind(content, own, tmp_path):
+    (own / "things/dataset/train/state.json").write_text(content)
+    assert "run data_pipeline/05 again" in refused(own, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [("input_ids", [1.5]), ("input_ids", [["x"]]), ("caption", [None]), ("image_key", [None]), ("image_key", [5])],
+)
+def test_a_split_with_columns_of_another_kind(column, values, own, tmp_path):
+    file = own / "things/dataset/train/data.arrow"
+    table = pa.ipc.open_stream(file.read_bytes()).read_all()
+    at = table.column_names.index(column)
+    kind = table[column].type if values == [None] else None
+    table = table.set_column(at, column, pa.array(values * len(table), kind))
+    with pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    assert "run data_pipeline/05 again" in refused(own, tmp_path / "run")
+
+
+@pytest.mark.parametrize("values", [[None], [-1], [1e9], ["x"]])
+def test_an_index_whose_rows_are_none_is_left_out(values, own, tmp_path):
+    file = sorted((own / "things/latents").glob("*.parquet"))[1]
+    table = pq.read_table(file)
+    kind = pa.int32() if values == [None] else None
+    pq.write_table(table.set_column(1, "row", pa.array(values * len(table), kind)), file)
+    assert "unreadable" in train(own, tmp_path / "run", "--max_steps", 1)
+
+
+def test_a_latents_file_whose_header_does_not_end_is_left_out(own, tmp_path):
+    file = sorted((own / "things/latents").glob("*.npy"))[0]
+    file.write_bytes(file.read_bytes().replace(b"}", b"(", 1))  # Python's tokenizer fails on it, with its own error
+    assert "unreadable" in train(own, tmp_path / "run", "--max_steps", 1)

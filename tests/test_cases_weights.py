@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import stat
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,11 @@ import sd.weights.read
 import sd.weights.tensors
 import sd.weights.text
 import sd.weights.write
+import SD_Model
 from sd.errors import InputError
 from sd.weights import prediction, vocabulary
 from sd.weights.read import load_text_encoder, load_vae, open_model
-from SD_Model import VAE, NoiseSchedule, TextEncoder, UNet, UNetConfig, VAEConfig, weights_hash
+from SD_Model import VAE, NoiseSchedule, TextEncoder, UNet, UNetConfig, VAEConfig, config_from_dict, weights_hash
 
 UNET_PREFIX, VAE_PREFIX, TEXT_PREFIX = "model.diffusion_model.", "first_stage_model.", "cond_stage_model.transformer."
 TEXTS = ["a photo of an astronaut", "", vocabulary.PROBE]
@@ -776,3 +778,73 @@ def test_packed_files_are_bounded():
     for text in ("", "{}", "AAAA", vocabulary.pack({"a": 5}), vocabulary.pack([1])):
         with pytest.raises(ValueError, match="no packed files"):
             vocabulary.unpack(text)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Found by tests/test_fuzz.py
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [UNetConfig, VAEConfig])
+@pytest.mark.parametrize("value", [None, True, "8", [8], [[8]], ["8"], [None], [], 0, -1, 1.5, 2**63, float("nan"), {}])
+def test_configs_take_no_value_of_another_kind(cls, value):
+    """Each value in the place of each: refused where a network could not be built of it, else equal to what is kept."""
+    default = asdict(cls())
+    for name, right in default.items():
+        given = tuple(value) if isinstance(value, list) else value
+        like = type(right) is type(given) or (type(right) is float and type(given) is int)
+        if isinstance(right, tuple):
+            like = given == (8,) and type(right[0]) is int
+        elif like and type(right) is not bool:
+            like = given > 0 and given < 1 << 20 or (given == 0 and name in ("num_res_blocks", "dropout"))
+        if like:
+            assert getattr(config_from_dict(cls, default | {name: value}), name) == given
+        else:
+            with pytest.raises(SD_Model.InputError, match=f"{cls.__name__} wants .*{name}"):
+                config_from_dict(cls, default | {name: value})
+
+
+def test_vae_json_of_another_kind(tmp_path):
+    vae = VAE(VAEConfig(channels=(8,), num_res_blocks=0, norm_groups=4, mid_attention=False, patch=8))
+    sd.weights.parts.save_vae(vae, tmp_path / "vae")
+    values = json.loads((tmp_path / "vae/vae.json").read_text())
+    for wrong in ({"channels": 8}, {"channels": [[8]]}, {"norm_groups": None}, {"scaling_factor": 0}):
+        (tmp_path / "vae/vae.json").write_text(json.dumps(values | wrong))
+        with pytest.raises(SD_Model.InputError, match=f"VAEConfig wants .*{next(iter(wrong))}"):
+            load_vae(str(tmp_path / "vae"))
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "value"),
+    [
+        ("text_encoder/config.json", "num_hidden_layers", [2]),
+        ("text_encoder/config.json", "initializer_range", " "),
+        ("text_encoder/config.json", "hidden_act", None),
+        ("tokenizer/tokenizer_config.json", "model_max_length", {}),
+        ("tokenizer/tokenizer_config.json", "model_max_length", "77"),
+        ("tokenizer/tokenizer_config.json", "model_max_length", 0),
+        ("tokenizer/tokenizer.json", "model", [1]),
+    ],
+)
+def test_text_folders_with_values_of_another_kind(file, name, value, pipeline, tmp_path):
+    folder = shutil.copytree(pipeline, tmp_path / "model")
+    values = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(values | {name: value}))
+    with pytest.raises(ValueError, match="cannot read|could not be loaded|model_max_length") as caught:
+        open_model(str(folder)).text_encoder()
+    assert type(caught.value).__name__ == "InputError" and "\n" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_written_is_an_os_error(tmp_path):
+    with pytest.raises(OSError, match="could not be written"):
+        sd.weights.tensors.save_tensors({"a": torch.zeros(1)}, tmp_path / "absent/a.safetensors")
+
+
+@pytest.mark.parametrize("name", ["beta_start", "beta_end", "num_train_timesteps"])
+@pytest.mark.parametrize("value", ["0.012", None, [1]])
+def test_scheduler_values_of_another_kind(name, value, pipeline, tmp_path):
+    folder = shutil.copytree(pipeline, tmp_path / "model")
+    file = folder / "scheduler/scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+    with pytest.raises(InputError, match="scheduler_config.json"):
+        open_model(str(folder))

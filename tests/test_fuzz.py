@@ -191,7 +191,8 @@ TRAIN = (
     "--phase demo --model micro --size 64 --data s --data_root . --text_encoder text_encoder --out out --max_steps 3 "
     "--batch 4 --accumulate 1 --lr 1e-3 --warmup 2 --ema 0.9 --save_steps 2 --keep_last 0 --log_steps 1 --val_steps 2 "
     "--val_images 8 --sample_steps 3 --wandb disabled --device cpu --seed 1 --drop 0.1 --gamma 5 --decay 0.01 "
-    "--clip 1 --offset_noise 0 --latent_fraction 1 --beta1 0.9 --beta2 0.99 --max_skipped 3 --sample_prompts prompts.txt"
+    "--clip 1 --offset_noise 0 --latent_fraction 1 --beta1 0.9 --beta2 0.99 "
+    "--max_skipped 3 --sample_prompts prompts.txt"
 )
 VAE = (
     "--images s/images --model micro --out out --size 64 --batch 4 --max_steps 3 --save_steps 2 --log_steps 1 "
@@ -229,7 +230,8 @@ PROGRAMS = [
             "--in s/images --out out --vocab_size 520 --max_length 16", has_tokenizer),
     Program("dataset", script("05_build_hf_dataset.py"), "s/tokens",
             "--in s/tokens --out out --val_fraction 0.2 --file_rows 5", dataset),
-    Program("report", script("06_report.py"), "s vae", "--in s --out report.html --pictures 3 --seed 0 --vae vae", page),
+    Program("report", script("06_report.py"), "s vae",
+            "--in s --out report.html --pictures 3 --seed 0 --vae vae", page),
     Program("encode", encode_latents.main, "s/images vae", "--images s/images --vae vae --out out --size 64 --batch 4 "
             "--workers 0 --device cpu", latents),
     Program("encode_again", encode_latents.main, "out s/images", "--images s/images --vae vae --out out --size 64 "
@@ -243,14 +245,15 @@ PROGRAMS = [
             "s/dataset s/latents text_encoder vae prompts.txt"),
     Program("paint_run", SD_ImageGen.main, "run text_encoder prompts.txt init.png", "--model run --text_encoder "
             f"text_encoder --prompts_file prompts.txt --init_image init.png --strength 0.8 {PAINT}", painted, "vae"),
-    Program("paint_folder", SD_ImageGen.main, "model prompts.jsonl", f"--model model --prompts_file prompts.jsonl {PAINT}",
-            painted),
+    Program("paint_folder", SD_ImageGen.main, "model prompts.jsonl",
+            f"--model model --prompts_file prompts.jsonl {PAINT}", painted),
     Program("paint_file", SD_ImageGen.main, "model.safetensors painted.png", "--model model.safetensors --from_png "
             f"painted.png {PAINT}", painted),
     Program("convert_run", SD_Convert.main, "run text_encoder", "run out --format native --text_encoder text_encoder",
             converted, "vae"),
     Program("convert_folder", SD_Convert.main, "model", "model out.safetensors --format ldm", converted),
-    Program("convert_file", SD_Convert.main, "model.safetensors", "model.safetensors out --format diffusers", converted),
+    Program("convert_file", SD_Convert.main, "model.safetensors",
+            "model.safetensors out --format diffusers", converted),
     Program("plot", SD_Run.main, "run", "--plot run", anything),
     Program("lineage", SD_Run.main, "run", "--lineage run", anything),
 ]  # fmt: skip
@@ -395,11 +398,16 @@ def copy_inputs(world: Path, work: Path, program: Program) -> list[Path]:
 
 
 def put_checksums_right(work: Path) -> None:
-    """After an edit in a checkpoint: its manifest says what the files are now, so that they are looked into."""
+    """After an edit in a checkpoint: its manifest says what the files are now, so that they are looked into. Not of
+    state.json, which training alone writes and reads, and trusts once its checksum is right."""
     for manifest in work.rglob("checkpoints/*/manifest.json"):
         try:
             sums = json.loads(manifest.read_text())
-            sums |= {n: sd.files.sha256(manifest.parent / n) for n in sums if (manifest.parent / n).is_file()}
+            sums |= {
+                n: sd.files.sha256(manifest.parent / n)
+                for n in sums
+                if n != "state.json" and (manifest.parent / n).is_file()
+            }
             manifest.write_text(json.dumps(sums))
         except (ValueError, TypeError, OSError):
             pass

@@ -23,11 +23,13 @@ import torch
 from PIL import Image
 
 PICTURES = (".png", ".jpg", ".jpeg")
-STRANGE = ["", " ", "x", "0", "-1", "nan", "None", "../../x", "/", "a/b", "\0", "\u2028", "\ufeff", "\ud800", "子猫", "{", "{x}", "%s", "x" * 300]  # fmt: skip
+STRANGE = ["", " ", "x", "0", "-1", "nan", "None", "../../x", "/", "a/b", "\0",
+           "\u2028", "\ufeff", "\ud800", "子猫", "{", "{x}", "%s", "x" * 300]  # fmt: skip
 VALUES = [None, True, False, 0, 1, -1, 2, 1.5, 0.0, float("nan"), float("inf"), -float("inf"), 2**31, 2**63, 2**64,
           -(2**63), 10**40, 1e308, [], {}, [None], [[]], {"": None}, *STRANGE]  # fmt: skip
 NUMBERS = ["0", "-1", "1", "2", "3", "7", "1.5", "nan", "inf", "-inf", "1e308", "1e-308", "2147483648", "4294967296",
-           "9223372036854775808", "18446744073709551616", "1" + "0" * 40, "9" * 5000, "", "x", "0x10", "1_0", "٣", " 4"]  # fmt: skip
+           "9223372036854775808", "18446744073709551616", "1" + "0" * 40, "9" * 5000, "", "x", "0x10", "1_0",
+           "٣", " 4"]  # fmt: skip
 ENVIRONMENT = {
     "RANK": NUMBERS, "WORLD_SIZE": NUMBERS, "LOCAL_RANK": NUMBERS, "LOCAL_WORLD_SIZE": NUMBERS,
     "SLURM_PROCID": NUMBERS, "SLURM_LOCALID": NUMBERS, "SLURM_JOB_ID": NUMBERS,
