@@ -19,6 +19,8 @@ from sd.shapes import row
 from sd.shards import ShardWriter, build_shards
 from sd.workers import check_workers
 
+MAX_PICTURES = 1_000_000_000  # as many as the nine digits of a key can tell
+
 
 def write_shard(path: Path, number: int, indices: range, seed: int, size: int) -> int:
     """Draws the pictures `indices` into one shard; returns how many."""
@@ -43,8 +45,8 @@ def main() -> None:
     args = p.parse_args()
     check_side(args.size, 16)
     check_workers(args.workers)
-    if args.count < 1 or args.seed < 0 or not 1 <= args.shard_size <= 10_000:
-        raise InputError("--count must be at least 1, --seed at least 0, --shard_size from 1 to 10,000")
+    if not 1 <= args.count <= MAX_PICTURES or args.seed < 0 or not 1 <= args.shard_size <= 10_000:
+        raise InputError("--count must be from 1 to 1,000,000,000, --seed at least 0, --shard_size from 1 to 10,000")
     settings = {"count": args.count, "seed": args.seed, "size": args.size, "shard_size": args.shard_size}
     extra = (args.seed, args.size)
     manifest = build_shards(

@@ -55,7 +55,7 @@ from sd.files import (
 )
 from sd.hashes import Hashes, hash_texts
 from sd.metadata import ALIASES, find_column, finished_counts
-from sd.workers import progress
+from sd.workers import check_workers, progress
 
 BATCH_ROWS = 65_536
 READ_BYTES = 1 << 20  # of a column at a time; without it a whole column of a row group would lie in memory
@@ -450,6 +450,7 @@ def settings_of(args: argparse.Namespace, asked: Asked) -> dict:
 
 def main() -> None:
     args = parse_args()
+    check_workers(args.workers)
     pa.set_cpu_count(max(args.workers, 1))
     duplicates = {"duplicate_url": args.drop_duplicate_urls and "url"}
     duplicates["duplicate_content"] = args.drop_duplicate_content and "content"

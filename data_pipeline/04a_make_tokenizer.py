@@ -85,10 +85,10 @@ def main() -> None:
     g.add_argument("--max_length", type=int, default=77, help="ids a caption, start and end included")
     args = p.parse_args()
     usertext.check_encoding(args.caption_encoding)
-    if args.vocab_size < 514 or args.max_length < 3:
+    if not 514 <= args.vocab_size <= 1_000_000 or args.max_length < 3:
         raise InputError(
-            f"--vocab_size is {args.vocab_size} and must be at least 514 (bytes, bytes at a word's end, start, end), "
-            f"--max_length is {args.max_length} and must be at least 3"
+            f"--vocab_size is {args.vocab_size} and must be from 514 (bytes, bytes at a word's end, start, "
+            f"end) to 1,000,000, --max_length is {args.max_length} and must be at least 3"
         )
     tars = list_shards(args.images)
     settings = {

@@ -79,9 +79,11 @@ def read_manifests(folders: list[Path]) -> list[dict]:
     return manifests
 
 
-def read_batches(path: Path, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """The rows of a token file as batches of `schema`; fails in one sentence where it has other columns, or nulls."""
-    batches = pq.ParquetFile(path).iter_batches(READ_ROWS, columns=schema.names)
+def read_batches(path: Path, schema: pa.Schema, count: int = READ_ROWS) -> Iterator[pa.RecordBatch]:
+    """The rows of a token file, `count` at a time, as batches of `schema`; fails in one sentence where
+    it has other columns, or nulls."""
+    with reading(path, AGAIN):
+        batches = pq.ParquetFile(path).iter_batches(count, columns=schema.names)
     while True:
         with reading(path, AGAIN):
             if (batch := next(batches, None)) is None:
@@ -128,7 +130,7 @@ def read_keys(source: str, folders: list[Path], manifests: list[dict]) -> Iterat
     """The image keys of one source, some at a time."""
     for folder, manifest in zip(folders, manifests, strict=True):
         for shard in manifest["shards"] if manifest["source"] == source else ():
-            for batch in pq.ParquetFile(folder / shard).iter_batches(BATCH_ROWS, columns=["image_key"]):
+            for batch in read_batches(folder / shard, pa.schema({"image_key": pa.string()}), BATCH_ROWS):
                 yield batch.column(0).to_pylist()
 
 

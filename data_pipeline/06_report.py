@@ -29,7 +29,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from sd.cli import parser
-from sd.errors import InputError, run
+from sd.errors import InputError, reading, run
 from sd.files import atomic_write, make_folder, read_json
 from sd.folders import IMAGE_EXTENSIONS
 from sd.hashes import hash_texts
@@ -660,7 +660,9 @@ def main() -> None:
 
     names = ", ".join(folder.resolve().name for folder in folders)
     body = section("Sources by weight", draw_mixture(sources)) if sources else ""
-    body += "".join(draw_source(folder, args) for folder in folders)
+    for folder in folders:
+        with reading(folder, "see which of its files was changed, and make that step's folder again"):
+            body += draw_source(folder, args)
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     page = (f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>Data: {text(names)}</title>'
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">'

@@ -29,7 +29,8 @@ def reading(what: str, advice: str) -> Iterator[None]:
     except Exception as error:
         if type(error).__name__ == "InputError" or _lacks_memory(error):
             raise
-        raise InputError(f"cannot read {what} ({short(error)}): {advice}") from None
+        kind = "" if isinstance(error, OSError | ValueError | RuntimeError) else f"{type(error).__name__}: "
+        raise InputError(f"cannot read {what} ({kind}{short(error)}): {advice}") from None
 
 
 def run(main: Callable[[], None]) -> None:
@@ -41,7 +42,8 @@ def run(main: Callable[[], None]) -> None:
     except BrokenProcessPool:
         _end("a worker process was killed, probably for lack of memory: run the command again with fewer --workers")
     except OSError as error:
-        _end(f"{error.filename or 'the system'}: {error.strerror or error}: put that right and run the command again")
+        reason = error.strerror or short(error)
+        _end(f"{error.filename or 'the system'}: {reason}: put that right and run the command again")
     except Exception as error:
         if type(error).__name__ == "InputError":  # SD_Model.py stands alone, and has one of its own
             _end(str(error))

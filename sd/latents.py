@@ -106,7 +106,7 @@ def finished(out: Path, tar: Path, source: str, settings: dict, read: bool = Fal
     """Whether a tar's latents are there, whole, and made with these settings from the bytes that the tar has now. A tar
     whose times have changed is taken for another; with `read` it is read, to see whether it is."""
     record = read_record(out, tar.stem)
-    if record is None:
+    if not isinstance(record, dict) or not {"source", "settings", "tar"} <= record.keys():  # of another kind: made anew
         return False
     if record["source"] != source:
         raise InputError(

@@ -278,7 +278,7 @@ def read_file(root: Path, name: str) -> bytes:
         path = root / name
         if not is_safe(name):
             raise Reject("unsafe_name")
-        if path.resolve().parent != path.parent.resolve():
+        if os.path.dirname(os.path.realpath(path)) != os.path.realpath(path.parent):  # a loop is no error to these
             raise Reject("link")
         if not path.is_file():
             raise Reject("no_image")

@@ -47,6 +47,10 @@ def load_tokenizer(path_or_name: str):
             f"cannot load a tokenizer from {path_or_name} ({reason}): give a folder that holds one (as made by "
             "04a_make_tokenizer.py), or a name on a hub that can be reached"
         ) from None
+    if tokenizer.pad_token_id is None or tokenizer.eos_token_id is None:
+        raise InputError(
+            f"the tokenizer of {path_or_name} has no tokens for a text's end and for padding: give another"
+        )
     return tokenizer
 
 

@@ -662,3 +662,29 @@ def test_memory_that_is_not_there_ends_in_a_sentence(capsys):
 
     with pytest.raises(RuntimeError):
         sd.errors.run(bug)
+
+
+def test_more_pictures_or_tokens_than_can_be(tmp_path):
+    assert "1 to 1,000,000,000" in run("00_make_shapes.py", "--out", tmp_path / "s", "--count", 2**64, status=2)
+    (tmp_path / "s/images").mkdir(parents=True)
+    make_tar(tmp_path / "s/images/00000.tar", [("0.png", encode(PICTURE, "PNG")), ("0.txt", b"a")])
+    more = ("--in", tmp_path / "s/images", "--out", tmp_path / "t")
+    assert "1,000,000" in run("04a_make_tokenizer.py", *more, "--vocab_size", 2**32, status=2)
+    assert "--workers wants" in run("02_filter.py", *more, "--workers", 2**32, status=2)
+
+
+def test_a_link_to_itself_is_counted(tmp_path):
+    from sd.sources import read_file
+
+    (tmp_path / "a.png").symlink_to("a.png")
+    with pytest.raises(sd.pictures.Reject, match="no_image|link"):
+        read_file(tmp_path, "a.png")
+
+
+def test_an_error_of_several_lines_is_one(capsys):
+    def main():
+        raise OSError("first line\nsecond line\n")
+
+    with pytest.raises(SystemExit):
+        sd.errors.run(main)
+    assert capsys.readouterr().err == "error: the system: first line: put that right and run the command again\n"

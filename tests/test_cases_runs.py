@@ -821,3 +821,9 @@ def test_an_index_whose_rows_are_none_is_left_out(values, own, tmp_path):
     kind = pa.int32() if values == [None] else None
     pq.write_table(table.set_column(1, "row", pa.array(values * len(table), kind)), file)
     assert "unreadable" in train(own, tmp_path / "run", "--max_steps", 1)
+
+
+def test_a_latents_file_whose_header_does_not_end_is_left_out(own, tmp_path):
+    file = sorted((own / "things/latents").glob("*.npy"))[0]
+    file.write_bytes(file.read_bytes().replace(b"}", b"(", 1))  # Python's tokenizer fails on it, with its own error
+    assert "unreadable" in train(own, tmp_path / "run", "--max_steps", 1)

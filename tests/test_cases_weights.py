@@ -838,3 +838,13 @@ def test_text_folders_with_values_of_another_kind(file, name, value, pipeline, t
 def test_a_file_that_cannot_be_written_is_an_os_error(tmp_path):
     with pytest.raises(OSError, match="could not be written"):
         sd.weights.tensors.save_tensors({"a": torch.zeros(1)}, tmp_path / "absent/a.safetensors")
+
+
+@pytest.mark.parametrize("name", ["beta_start", "beta_end", "num_train_timesteps"])
+@pytest.mark.parametrize("value", ["0.012", None, [1]])
+def test_scheduler_values_of_another_kind(name, value, pipeline, tmp_path):
+    folder = shutil.copytree(pipeline, tmp_path / "model")
+    file = folder / "scheduler/scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+    with pytest.raises(InputError, match="scheduler_config.json"):
+        open_model(str(folder))

@@ -215,7 +215,7 @@ def schedule_from_folder(source, values: dict) -> tuple[NoiseSchedule, dict]:
             prediction=prediction,
             zero_terminal_snr=values.get("rescale_betas_zero_snr", False),
         )
-    except ValueError as e:
+    except (ValueError, TypeError, RuntimeError) as e:
         raise InputError(f"{source}: {e}") from None
     if values.get("timestep_spacing", "leading") not in ("leading", "trailing", "linspace"):
         raise InputError(
