@@ -188,8 +188,7 @@ def settle(args):
         raise InputError(f"--strength wants 0 to 1 and, of {args.steps} steps, at least one; found {args.strength}")
     check_seed(args.seed, "--seed")
     for name in ("width", "height"):
-        if (getattr(args, name) or 0) > 0:  # others are no multiple of the VAE's factor, which is said then
-            check_side(getattr(args, name), 1, f"--{name}")
+        check_side(getattr(args, name), 1, f"--{name}", "pixels, in multiples of 8")
     return args
 
 

@@ -151,10 +151,10 @@ def _why_not_opened(data: bytes, kind: str | None, error: Exception) -> str:
     return "html" if start[:1] == b"<" and b"<svg" not in start.lower() else "unsupported_format"
 
 
-def check_side(side: int | None, least: int = 8, flag: str = "--size") -> None:
+def check_side(side: int | None, least: int = 8, flag: str = "--size", unit: str = "pixels") -> None:
     """InputError unless pictures may have this side in pixels; None is no side."""
     if side is not None and not least <= side <= MAX_SIDE:
-        raise InputError(f"{flag} wants {least} to {MAX_SIDE:,} pixels, found {side:,}")
+        raise InputError(f"{flag} wants {least} to {MAX_SIDE:,} {unit}, found {side:,}")
 
 
 def decode_image(data: bytes | None, size: int | None = None, max_pixels: int = MAX_PIXELS) -> np.ndarray:
