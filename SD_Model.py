@@ -563,7 +563,8 @@ class TextEncoder(nn.Module):
         super().__init__()
         self.model, self.tokenizer = model, tokenizer
         asked = tokenizer.model_max_length
-        if tokenizer.pad_token_id is None or tokenizer.eos_token_id is None:
+        ends = tokenizer.eos_token_id, tokenizer.sep_token_id  # CLIP's and BERT's
+        if tokenizer.pad_token_id is None or ends == (None, None):
             raise InputError("a tokenizer wants tokens for a text's end and for padding, and has none")
         if type(asked) not in (int, float) or not asked >= 3:  # start, a token, end
             raise InputError(f"a tokenizer wants a model_max_length of at least 3, found {asked!r}")
