@@ -535,7 +535,7 @@ def main(argv=None):
         if progress.step < plan.total:
             command = resume_command(sys.argv[1:] if argv is None else argv)
             say(f"stopped after step {progress.step:,} of {plan.total:,}; go on with:\n  {command}")
-        else:
+        elif not folder.saver.failed_last:
             images = plan.total * plan.global_batch
             say(f"done: {plan.total:,} steps, {images:,} images; {out}/checkpoints/step_{progress.step:08d}")
     if world > 1:

@@ -11,6 +11,7 @@ then start and end. The same captions give the same tokenizer. A second run with
 """
 
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import _path  # noqa: F401
 from sd import usertext
 from sd.cli import parser
 from sd.errors import InputError, run
-from sd.files import claim_folder, fingerprint, read_json, write_manifest
+from sd.files import atomic_write, claim_folder, fingerprint, read_json, write_manifest
 from sd.pictures import Reject
 from sd.shards import caption_of, iter_samples, list_shards
 from sd.text import add_encoding_argument, tokenizer_hash
@@ -105,7 +106,10 @@ def main() -> None:
         print(f"done already: {out} has {manifest['tokens']} tokens")
         return
     tokenizer = train(captions(tars, args.caption_encoding), args.vocab_size, args.max_length)
-    tokenizer.save_pretrained(out)
+    with tempfile.TemporaryDirectory(suffix=".tmp", dir=out) as folder:
+        tokenizer.save_pretrained(folder)
+        for file in sorted(Path(folder).iterdir()):
+            atomic_write(out / file.name, file.read_bytes())
     tokens = len(tokenizer)
     manifest.update(complete=True, tokens=tokens, tokenizer_hash=tokenizer_hash(tokenizer))
     write_manifest(out, manifest)

@@ -1,5 +1,7 @@
 """The one way to report a user's error, and to run a program's main()."""
 
+import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
@@ -41,10 +43,10 @@ def run(main: Callable[[], None]) -> None:
         main()
     except BrokenProcessPool:
         _end("a worker process was killed, probably for lack of memory: run the command again with fewer --workers")
-    except OSError as error:
-        reason = error.strerror or short(error)
-        _end(f"{error.filename or 'the system'}: {reason}: put that right and run the command again")
     except Exception as error:
+        if found := system_error(error):
+            reason = found.strerror or short(found)
+            _end(f"{found.filename or 'the system'}: {reason}: put that right and run the command again")
         if type(error).__name__ == "InputError":  # SD_Model.py stands alone, and has one of its own
             _end(str(error))
         if _lacks_memory(error):
@@ -53,6 +55,16 @@ def run(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("stopped: run the same command again to go on", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def system_error(error: Exception, path: object = None) -> OSError | None:
+    """The OSError that an error is, or that it stands for: safetensors and tokenizers, which are written in Rust, raise
+    their own, or a bare Exception, that ends in '(os error 28)'. path: the file's, where the error does not name it."""
+    if isinstance(error, OSError):
+        return error
+    if named := re.search(r"\(os error (\d+)\)", str(error)):
+        return OSError(int(named[1]), os.strerror(int(named[1])), None if path is None else str(path))
+    return None
 
 
 def _lacks_memory(error: Exception) -> bool:

@@ -133,7 +133,10 @@ def write_shard(out: Path, shard: str, arrays: dict[str, tuple[np.ndarray, list]
         (out / f"{name}.npy").unlink(missing_ok=True)
     for name, (latents, index) in arrays.items():
         with atomic_path(out / f"{name}.npy") as temporary, open(temporary, "wb") as file:
-            np.save(file, latents)  # to an open file: np.save would append .npy to the temporary name
+            # as np.save does, which loses the error of a full disk: it writes through a buffer that C closes unchecked
+            header = np.lib.format.header_data_from_array_1_0(latents)
+            np.lib.format.write_array_header_1_0(file, header | {"fortran_order": False})
+            file.write(np.ascontiguousarray(latents).data)
         keys, hashes = (pa.array(column, pa.string()) for column in (zip(*index) if index else ([], [])))
         table = pa.table({"image_key": keys, "row": pa.array(range(len(keys)), pa.int32()), "sha256": hashes})
         table = table.replace_schema_metadata({"settings": json.dumps(record["settings"])})

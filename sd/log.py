@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 
-from sd.files import atomic_write
+from sd.files import atomic_path, atomic_write
 from sd.objective import BINS
 
 
@@ -228,4 +228,5 @@ def plot_run(out: Path):
             axis.set_yscale("log")
             axis.legend(fontsize=6, ncol=2)
     figure.tight_layout()
-    figure.savefig(out / "curves.png", dpi=90)
+    with atomic_path(out / "curves.png") as temporary:
+        figure.savefig(temporary, dpi=90, format="png")

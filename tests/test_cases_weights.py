@@ -836,7 +836,7 @@ def test_text_folders_with_values_of_another_kind(file, name, value, pipeline, t
 
 
 def test_a_file_that_cannot_be_written_is_an_os_error(tmp_path):
-    with pytest.raises(OSError, match="could not be written"):
+    with pytest.raises(OSError, match="No such file or directory.*a.safetensors"):
         sd.weights.tensors.save_tensors({"a": torch.zeros(1)}, tmp_path / "absent/a.safetensors")
 
 

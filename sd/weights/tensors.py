@@ -10,7 +10,7 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 
-from sd.errors import InputError
+from sd.errors import InputError, system_error
 from sd.files import read_json
 from sd.weights.names import VAE_ATTENTION, WRAPPERS, shapes_of, squeezed, unet_names, vae_names
 from SD_Model import VAE, UNet, UNetConfig, VAEConfig
@@ -283,8 +283,8 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict | 
     """A .safetensors file that others may read as far as the process's umask lets them; the library lets no one."""
     try:
         save_file(tensors, path, metadata)
-    except safetensors.SafetensorError as e:  # for a full disk and a forbidden folder too
-        raise OSError(None, f"could not be written ({short(e)})", str(path)) from None
+    except safetensors.SafetensorError as e:
+        raise system_error(e, path) or e from None
     os.umask(umask := os.umask(0o022))
     os.chmod(path, 0o666 & ~umask)
 

@@ -9,6 +9,7 @@ import io
 import json
 import random
 import resource
+import signal
 import struct
 import tarfile
 import zipfile
@@ -356,8 +357,37 @@ def spoil_path(root: Path, path: Path, r: random.Random) -> str:
     return f"{name}: {done}"
 
 
+def spoil_alike(files: list[Path], r: random.Random) -> str:
+    """All files of one ending gone or emptied, or all members of some endings gone from all tars."""
+    suffix = r.choice(sorted({p.suffix for p in files}))
+    if suffix == ".tar" and r.random() < 0.8:
+        endings = r.choice([(".txt", ".json"), (".txt", ".json"), (".txt",), (".json",), (".png",)])
+        for path in (p for p in files if p.suffix == ".tar"):
+            with tarfile.open(path) as tar:
+                members = [(m, tar.extractfile(m).read()) for m in tar if not m.name.endswith(endings)]
+            with tarfile.open(path, "w") as tar:
+                [tar.addfile(m, io.BytesIO(data)) for m, data in members]
+        return f"no {' or '.join(endings)} in any tar"
+    kind = r.choice(["gone", "empty"])
+    for path in (p for p in files if p.suffix == suffix):
+        path.unlink() if kind == "gone" else path.write_bytes(b"")
+    return f"all {suffix or 'other files'} {kind}"
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Surroundings
+
+
+def full_disk(size: int) -> None:
+    """In this process, a write beyond `size` bytes of a file fails, as on a disk that is full."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def die_after(seconds: float) -> None:
+    """This process ends then, at once and without a chance to tidy up."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def without_privileges() -> None:
