@@ -27,7 +27,7 @@ import torch
 from tqdm import tqdm
 
 from sd.cli import parser
-from sd.device import DTYPES, layout, pick_device
+from sd.device import DTYPES, layout, pick_device, usual_dtype
 from sd.errors import InputError, run
 from sd.fused import FusedUNet, apply
 from sd.graphs import Graphed
@@ -220,7 +220,7 @@ def paint(args, rows: list[dict], output: Output | None):
     """Open the model and paint all rows, batch after batch, each saved when it is done; or time it, --benchmark."""
     started = time.time()
     device = pick_device(args.device)
-    dtype = DTYPES[args.dtype or ("bf16" if device.type == "cuda" else "fp32")]
+    dtype = DTYPES[args.dtype or usual_dtype(device)]
     model = open_for(args)
     height = args.height if args.height is not None else model.size
     width = args.width if args.width is not None else model.size

@@ -13,7 +13,6 @@ Papers: DDPM (Ho et al. 2020, arXiv:2006.11239), DDIM (Song et al. 2021, arXiv:2
 
 import hashlib
 import math
-import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -25,15 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class InputError(ValueError):
-    """The user's mistake, in one sentence: what was wanted, what was found, what to do. See run_cli."""
-
-
-def run_cli(main):
-    """Run a program's main(): an InputError becomes one line on stderr and exit status 2; a bug keeps its traceback."""
-    try:
-        main()
-    except InputError as e:
-        sys.exit(print(f"error: {e}", file=sys.stderr) or 2)
+    """The user's mistake, in one sentence: what was wanted, what was found, what to do."""
 
 
 # ----------------------------------------------------------------------------------------------------------------

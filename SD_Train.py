@@ -37,7 +37,7 @@ from transformers.utils.logging import disable_progress_bar
 from sd.checkpoints import find_checkpoint
 from sd.cli import parser
 from sd.data import Batch, Prefetcher, check_seed, make_batch
-from sd.device import Place, check_agreement, peak_flops, setup_device, sum_over_ranks
+from sd.device import Place, check_agreement, peak_flops, setup_device, sum_over_ranks, usual_dtype
 from sd.errors import InputError, run
 from sd.inputs import agreed_flags, agreed_inputs, check_inputs, crc, hash_inputs
 from sd.log import Window
@@ -103,48 +103,18 @@ PHASES = {
 }
 
 # fmt: on
+
 # Everything else a run is made of. Each has a flag of its name.
 DEFAULTS = dict(
-    dataset=None,
-    latents=None,
-    data_root="data",
-    vae=None,
-    text_encoder=None,
-    tokenizer=None,
-    train_text_encoder=False,
-    text_lr=0.1,
-    prediction="epsilon",
-    zero_terminal_snr=False,
-    zero_init="all",
-    weighting="min_snr",
-    offset_noise=0.0,
-    lr_schedule="cosine",
-    beta1=0.9,
-    beta2=0.999,
-    clip=1.0,
-    adaptive_clip=0.0,
-    latent_fraction=1.0,
-    seed=0,
-    max_steps=None,
-    grad_checkpoint="none",
-    kernels=None,
-    compress_gradients=False,
-    peer_copies=True,
-    dtype=None,
-    channels_last=None,
-    save_steps=1000,
-    keep_last=3,
-    keep_every=0,
-    val_steps=500,
-    val_images=256,
-    sample_steps=1000,
-    sample_prompts=None,
-    sample_cfg=7.5,
-    log_steps=10,
-    max_skipped=10,
-    wandb="auto",
+    dataset=None, latents=None, data_root="data", vae=None, text_encoder=None, tokenizer=None,
+    train_text_encoder=False, text_lr=0.1, prediction="epsilon", zero_terminal_snr=False, zero_init="all",
+    weighting="min_snr", offset_noise=0.0, lr_schedule="cosine", beta1=0.9, beta2=0.999, clip=1.0, adaptive_clip=0.0,
+    latent_fraction=1.0, seed=0, max_steps=None,
+    grad_checkpoint="none", kernels=None, compress_gradients=False, peer_copies=True,
+    dtype=None, channels_last=None, save_steps=1000, keep_last=3, keep_every=0,
+    val_steps=500, val_images=256, sample_steps=1000, sample_prompts=None, sample_cfg=7.5, log_steps=10,
+    max_skipped=10, wandb="auto",
 )  # fmt: skip
-
 # What --resume may change; the rest must stay as the run began.
 CHANGEABLE = set(
     "dataset latents data_root vae text_encoder tokenizer max_steps epochs lr batch accumulate grad_checkpoint kernels "
@@ -332,10 +302,9 @@ def resolve(args, saved: dict | None) -> dict:
 
 def for_device(settings: dict, device: torch.device) -> dict:
     """The settings with what the device decides where no flag does."""
-    cuda = device.type == "cuda"
-    settings["dtype"] = settings["dtype"] or ("bf16" if cuda else "fp32")
+    settings["dtype"] = settings["dtype"] or usual_dtype(device)
     if settings["channels_last"] is None:
-        settings["channels_last"] = cuda
+        settings["channels_last"] = device.type == "cuda"
     return settings
 
 

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from sd.checkpoints import MAX_STEPS, OLDER, find_checkpoint, readable_alike, resume_problem
+from sd.checkpoints import MAX_STEPS, OLDER, find_checkpoint, resume_problem
 from sd.cli import parser
 from sd.data import MAX_SEED, check_seed
 from sd.device import DTYPES, pick_device, usual_dtype
@@ -203,7 +203,6 @@ def save_checkpoint(out: Path, trained: "Trained", config: dict):
             save_tensors(state, tmp / f"{name}.safetensors")
         torch.save([optimizer.state_dict() for optimizer in trained.optimizers], tmp / "optimizer.pt")
         (tmp / "state.json").write_text(json.dumps({"step": trained.step, "config": config}, indent=1))
-        readable_alike(tmp)
         (tmp / "manifest.json").write_text(json.dumps(digests(tmp), indent=1))
     for old in checkpoint_folders(out)[2:]:
         shutil.rmtree(old)

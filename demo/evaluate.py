@@ -20,29 +20,20 @@ import cv2
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from sd.cli import parser
-from sd.errors import (
-    InputError,  # noqa: E402
-    run,  # noqa: E402
-)
-from sd.files import (
-    atomic_write,  # noqa: E402
-    make_folder,  # noqa: E402
-)
-from sd.pictures import (
-    Reject,  # noqa: E402
-    decode_image,  # noqa: E402
-)
-from sd.shapes import (
-    BACKGROUNDS,  # noqa: E402
-    COLOURS,  # noqa: E402
-    POSITIONS,  # noqa: E402
-    RADIUS,  # noqa: E402
-    SHAPES,  # noqa: E402
-    coverage,  # noqa: E402
-    draw_jittered,  # noqa: E402
-    outline,  # noqa: E402
-    shape_prompts,  # noqa: E402
+from sd.cli import parser  # noqa: E402
+from sd.errors import InputError, run  # noqa: E402
+from sd.files import atomic_write, make_folder  # noqa: E402
+from sd.pictures import read_numbered  # noqa: E402
+from sd.shapes import (  # noqa: E402
+    BACKGROUNDS,
+    COLOURS,
+    POSITIONS,
+    RADIUS,
+    SHAPES,
+    coverage,
+    draw_jittered,
+    outline,
+    shape_prompts,
 )
 
 ATTRIBUTES = ("colour", "shape", "position", "background")
@@ -211,18 +202,6 @@ def read_prompts(path: str) -> list[dict]:
     return prompts
 
 
-def read_images(folder: str) -> list[np.ndarray]:
-    """The pictures 00000.png, 00001.png, ... of a folder, in order, RGB uint8 [H, W, 3]."""
-    paths = sorted(path for path in Path(folder).glob("*.png") if path.stem.isdigit())
-    images = []
-    for path in paths:
-        try:
-            images.append(decode_image(path.read_bytes()))
-        except Reject as reject:
-            raise InputError(f"cannot decode {path} ({reject.reason}): paint it again") from None
-    return images
-
-
 def print_table(results: dict[str, dict[str, float]]) -> None:
     """One row a kind of pictures, one column an attribute."""
     names = (*ATTRIBUTES, "all")
@@ -263,7 +242,7 @@ def main() -> None:
             print("the measuring is not right: drawn >= 0.99, soft >= 0.98, shuffled and noise at chance are needed")
             raise SystemExit(1)
     if args.images:
-        prompts, images = read_prompts(args.prompts), read_images(args.images)
+        prompts, images = read_prompts(args.prompts), read_numbered(args.images)
         if len(prompts) != len(images):
             raise InputError(
                 f"{args.images} has {len(images)} pictures (00000.png, ...), {args.prompts} {len(prompts)} prompts"

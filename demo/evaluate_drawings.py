@@ -39,20 +39,9 @@ from PIL import Image, ImageDraw, ImageFont
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from sd import drawings  # noqa: E402
 from sd.cli import parser  # noqa: E402
-from sd.errors import (
-    InputError,  # noqa: E402
-    run,  # noqa: E402
-)
-from sd.files import (
-    atomic_path,  # noqa: E402
-    atomic_write,  # noqa: E402
-    list_files,  # noqa: E402
-    make_folder,  # noqa: E402
-)
-from sd.pictures import (
-    Reject,  # noqa: E402
-    decode_image,  # noqa: E402
-)
+from sd.errors import InputError, run  # noqa: E402
+from sd.files import atomic_path, atomic_write, list_files, make_folder  # noqa: E402
+from sd.pictures import decode_image, read_numbered  # noqa: E402
 from sd.workers import progress  # noqa: E402
 
 SIDE = 224  # pixels that EfficientNet-lite0 sees
@@ -553,17 +542,11 @@ def write_grids(world: World, prompts: list[dict], images: list[np.ndarray], out
 
 def read_painted(folder: str, n: int) -> list[np.ndarray]:
     """The pictures 00000.png, 00001.png, ... of a folder, in order; fails unless there are n of them."""
-    paths = sorted(path for path in Path(folder).glob("*.png") if path.stem.isdigit())
-    if len(paths) != n:
+    images = read_numbered(folder)
+    if len(images) != n:
         raise InputError(
-            f"{folder} has {len(paths)} pictures (00000.png, ...) for {n} prompts: paint the prompts file again"
+            f"{folder} has {len(images)} pictures (00000.png, ...) for {n} prompts: paint the prompts file again"
         )
-    images = []
-    for path in paths:
-        try:
-            images.append(decode_image(path.read_bytes()))
-        except Reject as reject:
-            raise InputError(f"cannot decode {path} ({reject.reason}): paint it again") from None
     return images
 
 

@@ -21,6 +21,7 @@ from demo import evaluate  # noqa: E402
 from sd.cli import parser  # noqa: E402
 from sd.errors import InputError, run  # noqa: E402
 from sd.files import atomic_write  # noqa: E402
+from sd.pictures import read_numbered  # noqa: E402
 from sd.shapes import shape_prompts  # noqa: E402
 
 # What the README promises; below it the demo fails. The aim is 0.97 each and 0.95 for all four.
@@ -78,8 +79,8 @@ def run_stage(name: str, lines: list[list[str]]):
 def measure(out: Path) -> dict:
     """Accuracy on prompts whose pair of shape and colour was never trained, and what a negative prompt does."""
     prompts = [json.loads(line) for line in (out / "prompts.jsonl").read_text().splitlines()]
-    result = evaluate.accuracy(evaluate.read_images(out / "held_out"), prompts)
-    plain, negative = evaluate.read_images(out / "circles"), evaluate.read_images(out / "circles_not_red")
+    result = evaluate.accuracy(read_numbered(out / "held_out"), prompts)
+    plain, negative = read_numbered(out / "circles"), read_numbered(out / "circles_not_red")
     result["red_without_negative"] = evaluate.share(plain, "colour", "red")
     result["red_with_negative"] = evaluate.share(negative, "colour", "red")
     result["circles_with_negative"] = evaluate.share(negative, "shape", "circle")

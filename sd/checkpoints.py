@@ -213,7 +213,6 @@ def write_checkpoint(folder: Path, snapshot: dict):
     torch.save(snapshot["optimizer"], folder / "optimizer.pt")
     (folder / "model.json").write_text(json.dumps(snapshot["model"], indent=1))
     (folder / "state.json").write_text(json.dumps(snapshot["state"], indent=1))
-    readable_alike(folder)
     for path in folder.rglob("*"):
         if path.is_file():
             fsync(path)
@@ -221,16 +220,6 @@ def write_checkpoint(folder: Path, snapshot: dict):
     fsync(folder / "manifest.json")
     for path in [p for p in folder.rglob("*") if p.is_dir()] + [folder]:
         fsync(path)
-
-
-def readable_alike(checkpoint: Path):
-    """Give every file of a checkpoint the mode of state.json, which follows the umask: some libraries write files that
-    nobody else may read."""
-    mode = (checkpoint / "state.json").stat().st_mode & 0o777
-    for path in checkpoint.rglob("*"):
-        if path.is_file():
-            with contextlib.suppress(OSError):  # a file system without modes
-                path.chmod(mode)
 
 
 def load_weights(checkpoint: Path, live, ema):

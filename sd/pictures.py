@@ -151,6 +151,17 @@ def _why_not_opened(data: bytes, kind: str | None, error: Exception) -> str:
     return "html" if start[:1] == b"<" and b"<svg" not in start.lower() else "unsupported_format"
 
 
+def read_numbered(folder: str | Path) -> list[np.ndarray]:
+    """The pictures 00000.png, 00001.png, ... of a folder, in order, RGB uint8 [H, W, 3]."""
+    images = []
+    for path in sorted(path for path in Path(folder).glob("*.png") if path.stem.isdigit()):
+        try:
+            images.append(decode_image(path.read_bytes()))
+        except Reject as reject:
+            raise InputError(f"cannot decode {path} ({reject.reason}): paint it again") from None
+    return images
+
+
 def check_side(side: int | None, least: int = 8, flag: str = "--size", unit: str = "pixels") -> None:
     """InputError unless pictures may have this side in pixels; None is no side."""
     if side is not None and not least <= side <= MAX_SIDE:
