@@ -31,14 +31,14 @@ def git_revision() -> str:
 
 
 def load_text_encoder(settings: dict, checkpoint: Path | None) -> TextEncoder:
-    """find_text_encoder, whose output must be as wide as the UNet's context."""
+    """find_text_encoder, whose output must be as wide as the UNet's context; if it is trained, without a head."""
     encoder, wanted = find_text_encoder(settings, checkpoint), PRESETS[settings["model"]]["unet"].context_dim
     if encoder.context_dim != wanted:
         raise InputError(
             f"preset {settings['model']} attends to a context {wanted} wide, and the text encoder "
             f"{settings['text_encoder']} gives {encoder.context_dim}"
         )
-    return encoder
+    return encoder.without_head() if settings["train_text_encoder"] else encoder
 
 
 def find_text_encoder(settings: dict, checkpoint: Path | None) -> TextEncoder:
@@ -160,7 +160,7 @@ def init_weights(args, denoiser: Denoiser, ema: Denoiser, prediction: str, vae_h
             )
         net.unet.load_state_dict(state)
         if net.text_encoder is not None:
-            net.text_encoder.load_state_dict(source.text_encoder().state_dict())
+            net.text_encoder.load_state_dict(source.text_encoder().without_head().state_dict())
     say(source.found)
     lineage = source.lineage.get("lineage") or [{"phase": "import", "path": str(args.init_from)}]
     lineage[-1]["hash"] = weights_hash(ema.unet)  # of the parent's weights, so that it can be found again

@@ -1,0 +1,144 @@
+"""Text encoders other than CLIP: trained, short, with a cut vocabulary.
+
+pytest tests/test_text.py
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "faults"))
+
+import micro
+from conftest import randomise
+
+import sd.files
+import sd.objective
+import sd.optim
+import SD_Model
+from SD_Model import TextEncoder
+
+WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] red green blue ##berry a cat ##s on black".split()
+LETTERS = [*"abcdefghijklmnopqrstuvwxyz0123456789,"]
+LENGTH = 16  # of the encoder: positions, and the tokenizer's model_max_length
+
+
+def make_bert(folder: Path, width: int = 16, **settings) -> Path:
+    """A BERT of random weights, as its makers publish it: with pooler and dropout."""
+    from transformers import BertConfig, BertModel, BertTokenizer
+
+    words = [*WORDS, *LETTERS, *("##" + c for c in LETTERS)]
+    config = BertConfig(vocab_size=len(words), hidden_size=width, num_hidden_layers=2, num_attention_heads=2,
+                        intermediate_size=32, max_position_embeddings=LENGTH, **settings)  # fmt: skip
+    torch.manual_seed(0)
+    randomise(BertModel(config)).save_pretrained(folder)
+    tokenizer = BertTokenizer(vocab={w: i for i, w in enumerate(words)}, model_max_length=LENGTH)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory) -> Path:
+    return make_bert(tmp_path_factory.mktemp("bert") / "bert")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, bert) -> Path:
+    """micro's data, tokenised for `bert` to its full length (things) and to 8 ids (short, of the same latents)."""
+    root = micro.make_data(tmp_path_factory.mktemp("bert_data") / "data", {"things": 12, "short": 12}, 4)
+    tokenizer = TextEncoder.from_pretrained(str(bert)).tokenizer
+    for source, length in (("things", LENGTH), ("short", 8)):
+        keys = [f"{source}/00000/{i:09d}" for i in range(16)]
+        shutil.rmtree(root / source / "dataset")
+        tokenizer.model_max_length = length
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(micro, "LENGTH", length)
+            micro.write_dataset(root / source / "dataset", tokenizer, {"train": keys[4:], "val": keys[:4]})
+    return root
+
+
+def train(data: Path, bert: Path, out: Path, *more, expect=0) -> str:
+    """Two steps of SD_Train with this text encoder; what it printed."""
+    argv = micro.flags(
+        data, out, "--text_encoder", bert, "--max_steps", 2, "--val_steps", 2, "--zero_init", "none", *more
+    )
+    status = micro.status_of(micro.start(argv, output := out.with_suffix(".txt")))
+    assert status == expect, output.read_text()[-3000:]
+    return output.read_text()
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Trained
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def step_of(encoder: TextEncoder, seed: int) -> tuple[torch.Tensor, list]:
+    """A loss and the gradients of all parameters, in train() mode, with torch's generator at `seed`."""
+    torch.manual_seed(0)
+    unet = randomise(SD_Model.UNet(SD_Model.PRESETS["micro"]["unet"]))
+    denoiser = sd.objective.Denoiser(unet, encoder.requires_grad_(True)).train()
+    denoiser.zero_grad()
+    torch.manual_seed(seed)
+    ids = encoder.tokenize(["red cats", "a blueberry on black"])
+    loss = denoiser(torch.ones(2, 4, 8, 8), torch.tensor([10, 900]), ids).square().mean()
+    loss.backward()
+    return loss.detach(), [None if p.grad is None else p.grad.clone() for p in denoiser.parameters()]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_trained_encoder_draws_nothing_and_is_trained_whole(bert, attention):
+    encoder = TextEncoder.from_pretrained(str(bert)).without_head()
+    encoder.model.set_attn_implementation(attention)
+    (loss, grads), (again, same) = step_of(encoder, 1), step_of(encoder, 2)
+    assert torch.equal(loss, again) and all(torch.equal(a, b) for a, b in zip(grads, same))
+    sd.optim.check_all_trained([*encoder.parameters()])
+    for module in encoder.modules():  # as it was published, it does draw: this test can fail
+        module.p = 0.1
+    loss, again = step_of(encoder, 1)[0], step_of(encoder, 2)[0]
+    assert not torch.equal(loss, again)
+
+
+def test_a_trained_encoder_is_saved_without_head_and_dropout(bert, tmp_path):
+    encoder = TextEncoder.from_pretrained(str(bert))
+    whole = encoder.encode(["red cats"])
+    assert encoder.model.pooler is not None  # frozen, its weights' hash is as before
+    encoder.without_head().save(tmp_path / "saved")
+    again = TextEncoder.from_pretrained(str(tmp_path / "saved"))
+    encoder.load_state_dict(again.state_dict(), strict=True)
+    assert again.model.pooler is None and torch.equal(again.encode(["red cats"]), whole)
+    config = again.model.config
+    assert config.hidden_dropout_prob == config.attention_probs_dropout_prob == 0
+    assert not [name for name in again.state_dict() if "pooler" in name]
+
+
+def test_a_float_attribute_of_an_attention_layer_is_no_dropout_either(tmp_path, small_tokenizer):
+    """CLIP's attention hands a number of its own to SDPA."""
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    config = CLIPTextConfig(vocab_size=len(small_tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                            num_attention_heads=2, attention_dropout=0.5)  # fmt: skip
+    encoder = TextEncoder(CLIPTextModel(config).train(), small_tokenizer)
+    assert torch.equal(encoder.encode(["red"]), encoder.encode(["red"])) and config.attention_dropout == 0
+
+
+def test_bert_is_trained_resumed_and_read(data, bert, tmp_path):
+    train(data, bert, tmp_path / "run", "--train_text_encoder", "--save_steps", 1)
+    train(data, bert, tmp_path / "half", "--train_text_encoder", "--save_steps", 1, "--stop_at", 1)
+    for folder in (tmp_path / "half" / "checkpoints" / "step_00000001").glob("text_encoder*"):  # of an older revision
+        old = TextEncoder.from_pretrained(str(bert)).model
+        new = TextEncoder.from_pretrained(str(folder)).model
+        missing = old.load_state_dict(new.state_dict(), strict=False).missing_keys
+        assert missing == ["pooler.dense.weight", "pooler.dense.bias"]
+        old.save_pretrained(folder)
+    (folder.parent / "manifest.json").unlink()
+    (folder.parent / "manifest.json").write_text(json.dumps(sd.files.digests(folder.parent)))
+    train(data, bert, tmp_path / "half", "--train_text_encoder", "--resume")
+    assert micro.differences(tmp_path / "run", tmp_path / "half", False) == []
+    last = micro.checkpoints(tmp_path / "run")[-1] / "text_encoder"
+    first, last = (TextEncoder.from_pretrained(str(p)) for p in (bert, last))
+    for (name, a), (_, b) in zip(first.without_head().named_parameters(), last.named_parameters()):
+        assert not torch.equal(a, b), name
