@@ -620,7 +620,7 @@ class TextEncoder(nn.Module):
         """Drops what BERT and its kin have behind the last hidden state (their pooler): no loss would train it. Returns
         itself. A frozen encoder keeps its head, so that its weights' hash stays."""
         if getattr(self.model, "pooler", None) is not None:
-            self.model.pooler = None
+            self.model.pooler = None  # its name stays, so that state dicts of older checkpoints load, head and all
         return self
 
     def save(self, folder: str, state: dict[str, torch.Tensor] | None = None):

@@ -233,7 +233,7 @@ def load_weights(checkpoint: Path, live, ema):
             net.unet.load_state_dict(safetensors.torch.load_file(file))
         if net.text_encoder is not None:
             encoder = TextEncoder.from_pretrained(str(checkpoint / f"text_encoder{suffix}"))
-            net.text_encoder.load_state_dict(encoder.without_head().state_dict())
+            net.text_encoder.load_state_dict(encoder.state_dict())
 
 
 def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer):

@@ -160,7 +160,7 @@ def init_weights(args, denoiser: Denoiser, ema: Denoiser, prediction: str, vae_h
             )
         net.unet.load_state_dict(state)
         if net.text_encoder is not None:
-            net.text_encoder.load_state_dict(source.text_encoder().without_head().state_dict())
+            net.text_encoder.load_state_dict(source.text_encoder().state_dict())
     say(source.found)
     lineage = source.lineage.get("lineage") or [{"phase": "import", "path": str(args.init_from)}]
     lineage[-1]["hash"] = weights_hash(ema.unet)  # of the parent's weights, so that it can be found again
