@@ -616,6 +616,15 @@ class TextEncoder(nn.Module):
         nn.init.normal_(model.get_input_embeddings().weight, std=1.0)
         return cls(model.eval(), tokenizer)
 
+    def shorten(self, length: int) -> "TextEncoder":
+        """Texts are of `length` ids from here on; the tokenizer, which is saved, says so too. Returns itself.
+        InputError if the model takes fewer."""
+        most = min(self.max_length, getattr(self.model.config, "max_position_embeddings", None) or self.max_length)
+        if not 3 <= length <= most:  # start, a token, end
+            raise InputError(f"texts of {length} ids were wanted, and this text encoder takes 3 to {most}")
+        self.max_length = self.tokenizer.model_max_length = length
+        return self
+
     def without_head(self) -> "TextEncoder":
         """Drops what BERT and its kin have behind the last hidden state (their pooler): no loss would train it. Returns
         itself. A frozen encoder keeps its head, so that its weights' hash stays."""

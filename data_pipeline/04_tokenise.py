@@ -60,9 +60,9 @@ METADATA = {
 
 
 @functools.lru_cache(maxsize=1)
-def open_tokenizer(path: str):
+def open_tokenizer(path: str, max_length: int | None):
     """The tokenizer, loaded once a process."""
-    return load_tokenizer(path)
+    return load_tokenizer(path, max_length)
 
 
 def kept_keys(path: Path) -> set[str] | None:
@@ -122,6 +122,7 @@ def tokenise_shard(
     tar: Path,
     target: Path,
     tokenizer_path: str,
+    max_length: int | None,
     source: str,
     keep: Path | None,
     by_key: bool,
@@ -129,7 +130,7 @@ def tokenise_shard(
     encoding: str | None = None,
 ) -> Counter:
     """Writes one parquet; returns the counts: rows, tokens (without padding), truncated, and what was left out."""
-    tokenizer = open_tokenizer(tokenizer_path)
+    tokenizer = open_tokenizer(tokenizer_path, max_length)
     length = text_length(tokenizer)
     keys = kept_keys(keep / f"{tar.stem}.parquet") if keep and by_key else None
     urls = kept_urls(keep) if keep and not by_key else None
@@ -189,6 +190,8 @@ def main() -> None:
 
     g = p.add_argument_group("captions")
     g.add_argument("--tokenizer", default="openai/clip-vit-large-patch14", help="folder or hub name")
+    g.add_argument("--max_length", type=int, metavar="N", help="ids of a caption, start and end included; the rest is "
+                   "cut off (default: as many as the tokenizer takes, at most 77)")  # fmt: skip
     add_encoding_argument(g)
 
     g = p.add_argument_group("running")
@@ -205,7 +208,7 @@ def main() -> None:
             f"the tars belong to several sources ({', '.join(sorted(sources))}): run once for each, or --source"
         )
     source = sources.pop()
-    tokenizer = open_tokenizer(args.tokenizer)
+    tokenizer = open_tokenizer(args.tokenizer, args.max_length)
     by_key = keep_by_key(args.keep) if args.keep else False
     settings = {
         "source": source,
@@ -228,7 +231,9 @@ def main() -> None:
         notes = {"input": fingerprint(tar, *kept), **settings}
         counts = finished_counts(target, notes, "counts")
         if counts is None:
-            jobs.append((tar, target, args.tokenizer, source, args.keep, by_key, notes, args.caption_encoding))
+            jobs.append(
+                (tar, target, args.tokenizer, args.max_length, source, args.keep, by_key, notes, args.caption_encoding)
+            )
         else:
             total.update(counts)
     start, tokens, captions = time.perf_counter(), 0, 0

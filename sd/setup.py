@@ -72,10 +72,25 @@ class Data(NamedTuple):
 
 
 def load_data(settings: dict, text_encoder: TextEncoder, pretouch: bool) -> Data:
-    """Datasets and latents of a run. Refuses those that do not fit it: another size, VAE, scale or tokenizer."""
+    """Datasets and latents of a run. Refuses those that do not fit it: another size, VAE, scale or tokenizer. Where the
+    texts have fewer ids than the text encoder takes, it takes no more from here on."""
     sources, channels = parse_sources(settings), PRESETS[settings["model"]]["unet"].in_channels
-    for s in sources:
-        found = read_manifest(s.dataset, "the dataset", ("tokenizer_hash", "counts"))["tokenizer_hash"]
+    manifests = [read_manifest(s.dataset, "the dataset", ("tokenizer_hash", "counts")) for s in sources]
+    lengths = [m.get("max_length", text_encoder.max_length) for m in manifests]
+    for s, length in zip(sources, lengths):
+        if length != lengths[0]:
+            raise InputError(
+                f"the texts of {sources[0].dataset} have {lengths[0]} ids and those of {s.dataset} {length}; tokenise "
+                "both with the same --max_length (04, 05)"
+            )
+        if length > text_encoder.max_length:
+            raise InputError(
+                f"the texts of {s.dataset} have {length} ids, and the text encoder takes {text_encoder.max_length}; "
+                f"tokenise again with --max_length {text_encoder.max_length} (04, 05)"
+            )
+    text_encoder.shorten(lengths[0])
+    for s, manifest in zip(sources, manifests):
+        found = manifest["tokenizer_hash"]
         if found != tokenizer_hash(text_encoder.tokenizer):
             raise InputError(
                 f"the ids in {s.dataset} come from another tokenizer than the text encoder's; tokenise again (04, 05)"

@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -15,11 +16,16 @@ sys.path.insert(0, str(Path(__file__).parent / "faults"))
 
 import micro
 from conftest import randomise
+from test_data_pipeline import run
 
 import sd.files
 import sd.objective
 import sd.optim
+import sd.shards
+import sd.text
+import SD_Convert
 import SD_Model
+from sd.weights.read import load_text_encoder, open_model
 from SD_Model import TextEncoder
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] red green blue ##berry a cat ##s on black".split()
@@ -142,3 +148,58 @@ def test_bert_is_trained_resumed_and_read(data, bert, tmp_path):
     first, last = (TextEncoder.from_pretrained(str(p)) for p in (bert, last))
     for (name, a), (_, b) in zip(first.without_head().named_parameters(), last.named_parameters()):
         assert not torch.equal(a, b), name
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Texts of fewer ids than the encoder takes
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_run_keeps_the_length_of_its_texts(data, bert, tmp_path, trained):
+    """Painting, and what is exported, take as many ids as training did: fewer than the encoder would."""
+    flags = ["--train_text_encoder"] if trained else []
+    train(data, bert, tmp_path / "run", "--data", "short", "--save_steps", 1, "--stop_at", 1, *flags)
+    train(data, bert, tmp_path / "run", "--data", "short", "--resume", *flags)
+    assert TextEncoder.from_pretrained(str(bert)).max_length == LENGTH  # the folder is as it was
+    model = open_model(tmp_path / "run")
+    encoder = model.text_encoder()
+    assert encoder.max_length == 8 and encoder.encode(["red cats"]).shape == (1, 8, 16)
+    assert load_text_encoder(bert, None, model.text_length).max_length == 8  # --text_encoder: it lies elsewhere now
+    SD_Convert.main([str(tmp_path / "run"), str(tmp_path / "native"), "--format", "native"])
+    assert open_model(tmp_path / "native").text_encoder().max_length == 8
+
+
+def test_texts_that_do_not_fit_are_refused(data, bert, tmp_path):
+    told = train(data, bert, tmp_path / "run", "--data", "short,things", expect=2)
+    assert "short/dataset have 8 ids and those of" in told and "things/dataset 16; tokenise" in told
+    short = TextEncoder.from_pretrained(str(bert)).shorten(8)
+    short.save(tmp_path / "short")
+    told = train(data, tmp_path / "short", tmp_path / "run", expect=2)
+    assert "have 16 ids, and the text encoder takes 8; tokenise again with --max_length 8" in told
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(SD_Model.InputError, match="3 to 8"):
+        short.shorten(9)
+
+
+def write_captions(folder: Path, captions: list[str]) -> Path:
+    """A tar of pictures with these captions."""
+    folder.mkdir(parents=True)
+    with sd.shards.ShardWriter(folder / "00000.tar") as shard:
+        for i, caption in enumerate(captions):
+            shard.add(f"{i:09d}", b"\x89PNG", "png", caption, {})
+    return folder
+
+
+def test_tokenise_max_length(bert, tmp_path):
+    captions = ["red cats on black, a cat on red", "blue"]
+    images = write_captions(tmp_path / "s" / "images", captions)
+    flags = ("--in", images, "--out", tmp_path / "tokens", "--tokenizer", bert, "--max_length")
+    assert f"wants 3 to {LENGTH}, which the tokenizer" in run("04_tokenise.py", *flags, LENGTH + 1, status=2)
+    run("04_tokenise.py", *flags, 8)
+    encoder = TextEncoder.from_pretrained(str(bert)).shorten(8)
+    ids = pq.read_table(tmp_path / "tokens" / "00000.parquet")["input_ids"].to_pylist()
+    assert ids == encoder.tokenize(captions).tolist() and len(ids[0]) == 8
+    manifest = json.loads((tmp_path / "tokens" / "manifest.json").read_text())
+    assert manifest["max_length"] == 8 and manifest["truncated"] == 1
+    assert manifest["tokenizer_hash"] == sd.text.tokenizer_hash(encoder.tokenizer)
