@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent / "faults"))
 import micro
 from conftest import randomise
 from test_data_pipeline import run
+from tokenizers import Tokenizer
 
 import sd.files
 import sd.objective
@@ -28,7 +29,7 @@ import SD_Model
 from sd.weights.read import load_text_encoder, open_model
 from SD_Model import TextEncoder
 
-WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] red green blue ##berry a cat ##s on black".split()
+WORDS = "[PAD] [unused0] [unused1] [UNK] [CLS] [SEP] [MASK] red green blue ##berry cat on black".split()
 LETTERS = [*"abcdefghijklmnopqrstuvwxyz0123456789,"]
 LENGTH = 16  # of the encoder: positions, and the tokenizer's model_max_length
 
@@ -203,3 +204,63 @@ def test_tokenise_max_length(bert, tmp_path):
     manifest = json.loads((tmp_path / "tokens" / "manifest.json").read_text())
     assert manifest["max_length"] == 8 and manifest["truncated"] == 1
     assert manifest["tokenizer_hash"] == sd.text.tokenizer_hash(encoder.tokenizer)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# A vocabulary cut to the words of the captions (04b)
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("source", ["tokens", "dataset", "text file"])
+def test_cut_vocabulary_encodes_the_captions_alike(bert, data, tmp_path, source):
+    captions = ["red cats, a blueberry", "Blue 17"]
+    path = tmp_path / "words.txt"
+    if source == "text file":
+        path.write_text("\n".join(captions) + "\n\n")
+    elif source == "tokens":
+        path = tmp_path / "tokens"
+        images = write_captions(tmp_path / "s" / "images", captions)
+        run("04_tokenise.py", "--in", images, "--out", path, "--tokenizer", bert)
+    else:
+        path, captions = data / "things" / "dataset", [f"{('red', 'green', 'blue')[i % 3]} {i}" for i in range(12)]
+    flags = ("--text_encoder", bert, "--captions", path, "--out", tmp_path / "small")
+    told = run("04b_cut_vocabulary.py", *flags)
+    before, after = (TextEncoder.from_pretrained(str(p)) for p in (bert, tmp_path / "small"))
+    words = [w for w in after.tokenizer.get_vocab() if len(w.removeprefix("##")) > 1 and w[0] != "["]
+    assert set(words) == ({"red", "green", "blue"} if source == "dataset" else {"red", "blue", "##berry", "cat"})
+    rows, size = len("PAD UNK CLS SEP MASK".split()) + len(words) + 2 * len(LETTERS), before.model.config.vocab_size
+    assert after.model.config.vocab_size == len(after.tokenizer) == rows < size
+    assert torch.equal(before.encode([*captions, ""]), after.encode([*captions, ""]))
+    assert not torch.equal(before.tokenize(captions), after.tokenize(captions))  # of other numbers
+    raw = Tokenizer.from_file(str(tmp_path / "small" / "tokenizer.json"))  # as other programs read it
+    raw.enable_padding(length=LENGTH)
+    assert [row.ids for row in raw.encode_batch(captions)] == after.tokenize(captions).tolist()
+    kept = after.tokenizer.convert_ids_to_tokens(range(rows))
+    assert kept == [w for w in before.tokenizer.convert_ids_to_tokens(range(size)) if w in set(kept)]  # the old order
+    spelled = after.tokenizer.tokenize("on")
+    assert spelled == ["o", "##n"] and before.tokenizer.tokenize("on") == ["on"]
+    assert f"{rows} of {size} word pieces serve {16 if source == 'dataset' else 2} captions" in told
+    assert "exists already" in run("04b_cut_vocabulary.py", *flags, status=2)
+
+
+def test_what_cannot_be_cut_is_refused(bert, tmp_path, small_tokenizer):
+    (tmp_path / "words.txt").write_text("red\n")
+    (tmp_path / "blank.txt").write_text("\n \n")
+    clip = SD_Model.PRESETS["micro"]["text"]
+    TextEncoder.new(clip, small_tokenizer).save(tmp_path / "clip")
+
+    def told(encoder, captions):
+        flags = ("--text_encoder", encoder, "--captions", captions, "--out", tmp_path / "small")
+        text = run("04b_cut_vocabulary.py", *flags, status=2)
+        assert not list(tmp_path.glob("small*"))
+        return text
+
+    assert "of the kind BPE, and WordPiece was wanted" in told(tmp_path / "clip", tmp_path / "words.txt")
+    assert "hold no caption" in told(bert, tmp_path / "blank.txt")
+    assert "no such file or folder" in told(bert, tmp_path / "absent.txt")
+    assert "captions were wanted in" in told(bert, bert)
+    broken = tmp_path / "broken"
+    shutil.copytree(bert, broken)
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    assert "cannot read" in told(broken, tmp_path / "words.txt")
