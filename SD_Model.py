@@ -521,13 +521,17 @@ class VAE(nn.Module):
         self.encoder = self.quant_conv = None
         return self
 
+    def check_whole(self):
+        """InputError for a VAE without an encoder."""
+        if self.encoder is None:
+            raise InputError("this VAE has no encoder, as --decoder_only leaves it: give a whole one with --vae")
+
     def moments(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Posterior of images [B, 3, H, W] in -1..1, H and W multiples of the factor (ValueError otherwise).
 
         Returns mean and log-variance, each [B, z, H/factor, W/factor], unscaled; log-variance within -30..20.
         """
-        if self.encoder is None:
-            raise InputError("this VAE has no encoder, as --decoder_only leaves it: give a whole one with --vae")
+        self.check_whole()
         f = self.config.factor
         if images.shape[-2] % f or images.shape[-1] % f:
             raise ValueError(f"the VAE wants height and width in multiples of {f}, found {tuple(images.shape[-2:])}")

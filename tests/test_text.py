@@ -20,6 +20,7 @@ from conftest import randomise
 from test_data_pipeline import run
 from tokenizers import Tokenizer
 
+import sd.encoder
 import sd.files
 import sd.objective
 import sd.optim
@@ -355,7 +356,9 @@ def test_int8_folder_paints(trained, tmp_path, decoder_only, capsys):
             SD_ImageGen.main(
                 ["--model", str(small), "--init_image", str(tmp_path / "out.png"), "--strength", "1", *flags]
             )
-        with pytest.raises(InputError, match="no encoder"):
+        with pytest.raises(SD_Model.InputError, match="no encoder"):
+            sd.encoder.Encoder(model.vae(), torch.device("cpu"), torch.float32)  # before encode_latents writes a file
+        with pytest.raises(SD_Model.InputError, match="no encoder"):
             SD_Convert.main([str(small), str(tmp_path / "folder"), "--format", "diffusers"])
         SD_Convert.main([str(small), str(tmp_path / "native"), "--format", "native"])  # on in fp32, without encoder
         assert SD_Model.weights_hash(open_model(tmp_path / "native").vae()) == SD_Model.weights_hash(model.vae())
@@ -369,6 +372,14 @@ def test_a_frozen_encoder_travels_in_int8_with_its_length(data, bert, tmp_path):
         halves(open_model(tmp_path / "run", weights).unet(), model.unet())
         assert model.text_encoder().max_length == 8
     halves(TextEncoder.from_pretrained(str(bert)).without_head(), model.text_encoder())
+
+
+def test_live_and_average_are_both_kept_in_int8(trained, tmp_path):
+    SD_Convert.main([str(trained), str(tmp_path / "small"), "--dtype", "int8", "--weights", "both"])
+    for weights in ("ema", "live"):
+        exact, model = (open_model(path, weights) for path in (trained, tmp_path / "small"))
+        halves(exact.unet(), model.unet())
+        halves(exact.text_encoder(), model.text_encoder())
 
 
 def test_clip_in_int8(tmp_path, small_tokenizer):

@@ -47,12 +47,6 @@ def unlike_sd15(model: Model, vae: VAE, encoder: TextEncoder) -> list[str]:
     return odd
 
 
-def check_whole(vae: VAE):
-    """InputError for a VAE that other programs would not open."""
-    if vae.encoder is None:
-        raise InputError("the VAE has no encoder, and other programs want one; give a whole one with --vae")
-
-
 def save_ldm(out: Path, model: Model, dtype: torch.dtype, ema: Model | None = None) -> list[str]:
     """Write one .safetensors of the original names: UNet, VAE, text encoder; with `ema`, its UNet as model_ema.
 
@@ -63,7 +57,7 @@ def save_ldm(out: Path, model: Model, dtype: torch.dtype, ema: Model | None = No
         model.vae(),
         (ema or model).text_encoder(),
     )  # one of them has room; the EMA's is the one to paint with
-    check_whole(vae)
+    vae.check_whole()  # for other programs
     if out.suffix != ".safetensors":
         raise InputError(f"a single file is written as .safetensors, and OUT is {out}")
     is_v = model.schedule.prediction == "v"
@@ -209,7 +203,7 @@ def diffusers_configs(model: Model, vae: VAE) -> dict[str, dict]:
 def save_diffusers(out: Path, model: Model, dtype: torch.dtype, live: Model | None = None):
     """Write a folder for StableDiffusionPipeline.from_pretrained; with `live`, its UNet as the non_ema variant too."""
     vae, encoder = model.vae(), model.text_encoder()
-    check_whole(vae)
+    vae.check_whole()  # for other programs
     text, configs = clip_state(encoder), diffusers_configs(model, vae)
     u, v = unet_names(model.unet_config), vae_names(vae.config)
     linear = vae_rows(vae.config)  # of the mid attention: 1x1 convs here, linear layers there
