@@ -10,6 +10,7 @@ import json
 import math
 import queue
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -476,6 +477,7 @@ class Prefetcher:
 
     def __init__(self, make, positions, device: torch.device, depth: int = 4):
         self._queue, self._stop, self._device = queue.Queue(depth), threading.Event(), device
+        self.waited = 0.0  # seconds that the last call of next() waited
         self._thread = threading.Thread(target=self._work, args=(make, positions), daemon=True)
         self._thread.start()
 
@@ -496,7 +498,9 @@ class Prefetcher:
                 return self._queue.put(item, timeout=0.1)
 
     def next(self) -> Batch:
+        started = time.perf_counter()
         item = self._queue.get()
+        self.waited = time.perf_counter() - started
         if isinstance(item, Exception):
             raise item
         return item.map(lambda x: x.to(self._device, non_blocking=True))
