@@ -73,11 +73,11 @@ IF_ANY = ("split", "more_captions", "more_input_ids")  # columns of those files 
 
 
 @functools.lru_cache(maxsize=1)
-def encoder_of(path: str, fast: str):
+def encoder_of(path: str, fast: str, max_length: int):
     """A function from captions to ids int32 [N, L] and to how many captions were cut. The tokenizer is loaded once a
     process: from `fast`, what fast_tokenizer gave of it, and only where that is '' from its path, with transformers."""
     if not fast:
-        tokenizer = load_tokenizer(path)
+        tokenizer = load_tokenizer(path, max_length)
 
         def encode(captions: list[str]) -> tuple[np.ndarray, int]:
             ids, length = tokenize(tokenizer, captions), text_length(tokenizer)
@@ -165,7 +165,8 @@ def tokenise_shard(
 ) -> Counter:
     """Writes one parquet; returns the counts: rows, more_captions (if any), tokens (without padding), truncated, and
     what was left out. padding: its id, which is also that of a text's end where ends_with_padding."""
-    encode, length = encoder_of(tokenizer_path, fast), notes["max_length"]
+    length = notes["max_length"]
+    encode = encoder_of(tokenizer_path, fast, length)
     keys = kept_keys(keep / f"{tar.stem}.parquet") if keep and by_key else None
     urls = kept_urls(keep) if keep and not by_key else None
     ids_type = pa.list_(pa.int32(), length)
@@ -240,6 +241,8 @@ def main() -> None:
 
     g = p.add_argument_group("captions")
     g.add_argument("--tokenizer", default="openai/clip-vit-large-patch14", help="folder or hub name")
+    g.add_argument("--max_length", type=int, metavar="N", help="ids of a caption, start and end included; the rest is "
+                   "cut off (default: as many as the tokenizer takes, at most 77)")  # fmt: skip
     add_encoding_argument(g)
 
     g = p.add_argument_group("running")
@@ -256,7 +259,7 @@ def main() -> None:
             f"the tars belong to several sources ({', '.join(sorted(sources))}): run once for each, or --source"
         )
     source = sources.pop()
-    tokenizer = load_tokenizer(args.tokenizer)
+    tokenizer = load_tokenizer(args.tokenizer, args.max_length)
     by_key = keep_by_key(args.keep) if args.keep else False
     settings = {
         "source": source,

@@ -32,7 +32,7 @@ def git_revision() -> str:
 
 
 def load_text_encoder(settings: dict, checkpoint: Path | None) -> TextEncoder:
-    """find_text_encoder, whose output must be as wide as the UNet's context."""
+    """find_text_encoder, whose output must be as wide as the UNet's context; if it is trained, without a head."""
     encoder, wanted = find_text_encoder(settings, checkpoint), unet_config(settings).context_dim
     if encoder.context_dim != wanted:
         raise InputError(
@@ -40,7 +40,7 @@ def load_text_encoder(settings: dict, checkpoint: Path | None) -> TextEncoder:
             f"{encoder.context_dim}: name another encoder, or for a new network add --unet "
             f"context_dim={encoder.context_dim}"
         )
-    return encoder
+    return encoder.without_head() if settings["train_text_encoder"] else encoder
 
 
 def find_text_encoder(settings: dict, checkpoint: Path | None) -> TextEncoder:
@@ -74,10 +74,25 @@ class Data(NamedTuple):
 
 
 def load_data(settings: dict, text_encoder: TextEncoder, pretouch: bool) -> Data:
-    """Datasets and latents of a run. Refuses those that do not fit it: another size, VAE, scale or tokenizer."""
+    """Datasets and latents of a run. Refuses those that do not fit it: another size, VAE, scale or tokenizer. Where the
+    texts have fewer ids than the text encoder takes, it takes no more from here on."""
     sources, channels = parse_sources(settings), unet_config(settings).in_channels
-    for s in sources:
-        found = read_manifest(s.dataset, "the dataset", ("tokenizer_hash", "counts"))["tokenizer_hash"]
+    manifests = [read_manifest(s.dataset, "the dataset", ("tokenizer_hash", "counts")) for s in sources]
+    lengths = [m.get("max_length", text_encoder.max_length) for m in manifests]
+    for s, length in zip(sources, lengths):
+        if length != lengths[0]:
+            raise InputError(
+                f"the texts of {sources[0].dataset} have {lengths[0]} ids and those of {s.dataset} {length}; tokenise "
+                "both with the same --max_length (04, 05)"
+            )
+        if length > text_encoder.max_length:
+            raise InputError(
+                f"the texts of {s.dataset} have {length} ids, and the text encoder takes {text_encoder.max_length}; "
+                f"tokenise again with --max_length {text_encoder.max_length} (04, 05)"
+            )
+    text_encoder.shorten(lengths[0])
+    for s, manifest in zip(sources, manifests):
+        found = manifest["tokenizer_hash"]
         if found != tokenizer_hash(text_encoder.tokenizer):
             raise InputError(
                 f"the ids in {s.dataset} come from another tokenizer than the text encoder's; tokenise again (04, 05)"

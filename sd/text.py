@@ -35,8 +35,9 @@ def clean_text(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def load_tokenizer(path_or_name: str):
-    """A transformers tokenizer from a folder or a hub name, or fails in one sentence."""
+def load_tokenizer(path_or_name: str, max_length: int | None = None):
+    """A transformers tokenizer from a folder or a hub name, or fails in one sentence. max_length: ids of a text, where
+    they are to be fewer than the tokenizer's own."""
     from transformers import AutoTokenizer
 
     try:
@@ -47,10 +48,18 @@ def load_tokenizer(path_or_name: str):
             f"cannot load a tokenizer from {path_or_name} ({reason}): give a folder that holds one (as made by "
             "04a_make_tokenizer.py), or a name on a hub that can be reached"
         ) from None
-    if tokenizer.pad_token_id is None or tokenizer.eos_token_id is None:
+    ends = tokenizer.eos_token_id, tokenizer.sep_token_id  # CLIP's and BERT's
+    if tokenizer.pad_token_id is None or ends == (None, None):
         raise InputError(
             f"the tokenizer of {path_or_name} has no tokens for a text's end and for padding: give another"
         )
+    if max_length is not None:
+        if not 3 <= max_length <= text_length(tokenizer):
+            raise InputError(
+                f"--max_length wants 3 to {text_length(tokenizer)}, which the tokenizer of {path_or_name} takes, "
+                f"found {max_length}"
+            )
+        tokenizer.model_max_length = max_length
     return tokenizer
 
 
