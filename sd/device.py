@@ -33,6 +33,18 @@ def usual_dtype(device: torch.device) -> str:
     return "bf16" if device.type == "cuda" else "fp32"
 
 
+def compiled_or_plain(function, trial, dynamic: bool | None = None):
+    """torch.compile of a function; where trial(that) fails, the function as it is, and a line says so. dynamic: as
+    torch.compile's; False: anew for each shape."""
+    try:
+        fast = torch.compile(function, dynamic=dynamic)
+        trial(fast)
+    except Exception as e:  # no compiler, an unsupported card: many kinds of error, and none is worth stopping for
+        print(f"note: torch.compile failed ({type(e).__name__}), going on without it")
+        return function
+    return fast
+
+
 def layout(device: torch.device) -> torch.memory_format:
     """The memory format that convolutions are fastest in."""
     return torch.channels_last if device.type == "cuda" else torch.preserve_format

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import torch
 
+from sd.device import compiled_or_plain
 from sd.fused import apply
 from sd.kernels import available
 from SD_Model import VAE
@@ -33,7 +34,7 @@ class Encoder:
         self.compiled = compiled
         if available(device) and not compiled and self.fast is not self.exact:
             apply(self.fast)
-        self.fast_moments = torch.compile(self.fast.moments) if compiled else self.fast.moments
+        self.fast_moments = self.fast.moments  # until warm_up() compiles it
 
     def _latents(self, moments, pictures: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         x = (pictures.float() / 127.5 - 1).permute(0, 3, 1, 2)  # [B, 3, H, W] in -1..1, channels_last in memory
@@ -47,11 +48,13 @@ class Encoder:
         """Compile, where that was asked for; where it does not work, a line says so and it goes on without."""
         if not self.compiled:
             return
-        try:
+
+        def trial(moments):
+            self.fast_moments = moments
             self.collect(self.submit(torch.zeros(batch, size, size, 3, dtype=torch.uint8)))
-        except Exception as e:  # no compiler, an unsupported card: many kinds of error, and none is worth stopping for
-            print(f"note: torch.compile failed ({type(e).__name__}), going on without it")
-            self.compiled, self.fast_moments = False, self.fast.moments
+
+        self.fast_moments = compiled_or_plain(self.fast.moments, trial)
+        self.compiled = self.fast_moments != self.fast.moments
 
     @torch.inference_mode()
     def submit(self, pictures: torch.Tensor, mirrored: bool = False):

@@ -204,7 +204,9 @@ class FusedVAEDownsample(VAEDownsample):
 
 class FusedVAEUpsample(VAEUpsample):
     def forward(self, x):
-        return _conv(self.conv, F.interpolate(x, scale_factor=2.0, mode="nearest"))
+        with torch.autocast("cuda", enabled=False):  # as in FusedUpsample
+            x = F.interpolate(x, scale_factor=2.0, mode="nearest")
+        return _conv(self.conv, x)
 
 
 class FusedVAEAttention(VAEAttention):

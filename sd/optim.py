@@ -185,14 +185,17 @@ def update_ema(ema: list[torch.Tensor], live: list[torch.Tensor], decay: float):
     torch._foreach_lerp_(ema, live, 1 - decay)
 
 
-def lr_at(step: int, total: int, settings: dict) -> float:
-    """Learning rate of optimizer step `step` (from 0): up from 1 % over the warm-up, then to 1 % at the last step."""
+def lr_at(step: int, total: int, settings: dict, done: float | None = None) -> float:
+    """Learning rate of optimizer step `step` (from 0): up from 1 % over the warm-up, then to 1 % at the last step.
+    done: how much of the run is over, from 0 to 1, where its time ends it and not its steps."""
     peak, warmup = settings["lr"], settings["warmup"]
     if step < warmup:
         return peak * (0.01 + 0.99 * step / warmup)
     if settings["lr_schedule"] == "constant":
         return peak
-    return peak * fallen((step - warmup) / max(1, total - 1 - warmup), settings["lr_schedule"])
+    if done is None:
+        done = (step - warmup) / max(1, total - 1 - warmup)
+    return peak * fallen(done, settings["lr_schedule"])
 
 
 def fallen(done: float, schedule: str = "cosine") -> float:
@@ -240,25 +243,51 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
+        """As torch's fused AdamW does, leaves everything as it is if the attribute found_inf, a number on the device,
+        is given and not 0. The device is not waited for."""
+        found_inf = getattr(self, "found_inf", None)
+        skip = None if found_inf is None else found_inf.bool()
         for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state["momentum"] = torch.zeros_like(p)
-                state["momentum"].lerp_(p.grad, 1 - group["momentum"])
-                update = p.grad.lerp(state["momentum"], group["momentum"])  # Nesterov's
-                matrix = orthogonalised(update.flatten(1))
-                gain = max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5  # the same change per output, tall or wide
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.sub_(matrix.view_as(p), alpha=group["lr"] * gain)
+            for params in self._alike(group["params"]):
+                self._update(params, group, skip)
+
+    @staticmethod
+    def _alike(params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Those whose matrices have one shape, to be orthogonalised together: a GPU has little to do with one. Each
+        alone on other devices, where products of several would be rounded in another way than runs began with."""
+        shapes = {}
+        for i, p in enumerate(params):
+            shapes.setdefault((len(p), p[0].numel()) if p.is_cuda else i, []).append(p)
+        return list(shapes.values())
+
+    def _update(self, params: list[nn.Parameter], group: dict, skip: torch.Tensor | None):
+        """One step of weights whose matrices have one shape."""
+        for p in params:
+            if not self.state[p]:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+        momenta, gradients = [self.state[p]["momentum"] for p in params], [p.grad for p in params]
+        shrink = 1 - group["lr"] * group["weight_decay"]
+        if skip is not None:
+            gradients = [torch.where(skip, m, g) for m, g in zip(momenta, gradients)]  # so that momenta stay
+            shrink = torch.where(skip, 1.0, shrink).to(params[0].dtype)
+        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+        updates = [u.flatten(1) for u in torch._foreach_lerp(gradients, momenta, group["momentum"])]  # Nesterov's
+        matrices = orthogonalised(torch.stack(updates) if len(updates) > 1 else updates[0])
+        gain = max(1.0, matrices.shape[-2] / matrices.shape[-1]) ** 0.5  # the same change per output, tall or wide
+        if skip is not None:
+            matrices = torch.where(skip, 0.0, matrices)
+        changes = [m.view_as(p) for m, p in zip(matrices.view(len(params), *updates[0].shape), params)]
+        torch._foreach_mul_(params, shrink)
+        torch._foreach_sub_(params, changes, alpha=group["lr"] * gain)
 
 
 def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """The nearest semi-orthogonal matrix, roughly: singular values to 0.7..1.2 by five Newton-Schulz steps."""
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
-    x = x / (x.norm() + 1e-7)
+    """The nearest semi-orthogonal matrix, roughly: singular values to 0.7..1.2 by five Newton-Schulz steps. [M, N], or
+    several [K, M, N]."""
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if tall else matrix
+    x = x / ((x.norm() if x.ndim == 2 else x.norm(dim=(-2, -1), keepdim=True)) + 1e-7)
     for _ in range(5):
-        square = x @ x.T
+        square = x @ x.mT
         x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    return x.T if tall else x
+    return x.mT if tall else x

@@ -16,8 +16,10 @@ from conftest import randomise
 from safetensors.torch import load_file
 from test_encode import forked, refused, status_of
 
+import sd.autoencoder
 import sd.files
 import sd.optim
+import sd.picture_sets
 import sd.pictures
 import sd.shapes
 import sd.shards
@@ -54,7 +56,7 @@ def train(images: Path, out: Path, *flags):
 
 def killed_at(step: int, *args):
     """In a forked process: training that is killed while it computes this step (0, 1, ...)."""
-    real, calls = SD_TrainVAE.losses, []
+    real, calls = sd.autoencoder.losses, []
 
     def losses(*a):
         calls.append(a)
@@ -62,7 +64,7 @@ def killed_at(step: int, *args):
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*a)
 
-    SD_TrainVAE.losses = losses
+    sd.autoencoder.losses = losses
     train(*args)
 
 
@@ -82,13 +84,13 @@ def log(run: Path) -> list[dict]:
 
 
 def test_loss_terms_against_their_definitions():
-    vae = randomise(SD_TrainVAE.new_vae("tiny", 0))
+    vae = randomise(sd.autoencoder.new_vae("tiny", 0))
     generator = torch.Generator().manual_seed(1)
     x = torch.rand(2, 3, 16, 16, generator=generator) * 2 - 1
     noise = torch.randn(2, 4, 2, 2, generator=generator)
     weights = {"l1": 0.5, "l2": 3.0, "edge": 0.25, "kl": 0.1}
     with torch.no_grad():
-        terms = SD_TrainVAE.losses(vae, x, noise, weights)
+        terms = sd.autoencoder.losses(vae, x, noise, weights)
         mean, logvar = vae.moments(x)
         deviation = torch.exp(logvar / 2)
         y = vae.decode(mean + deviation * noise)  # a fresh VAE's scaling factor is 1
@@ -104,7 +106,7 @@ def test_loss_terms_against_their_definitions():
 
 
 def test_posterior_starts_narrow():
-    vae = SD_TrainVAE.new_vae("tiny", 0)
+    vae = sd.autoencoder.new_vae("tiny", 0)
     with torch.no_grad():
         _, logvar = vae.moments(torch.rand(2, 3, 16, 16) * 2 - 1)
     assert (0.5 * logvar).exp().numpy() == pytest.approx(0.05, rel=1e-4)
@@ -135,12 +137,14 @@ def test_muon_steps_down_a_badly_scaled_valley():
 
 def test_order_and_noise_belong_to_the_step():
     count, batch = 10, 4
-    seen = np.concatenate([SD_TrainVAE.batch_indices(5, step, batch, count) for step in range(10)])
+    seen = np.concatenate([sd.picture_sets.batch_indices(5, step, batch, count) for step in range(10)])
     epochs = seen.reshape(4, count)
     assert all(sorted(epoch) == list(range(count)) for epoch in epochs)  # every picture once, across batch edges
     assert len({tuple(epoch) for epoch in epochs}) == 4
-    assert (SD_TrainVAE.batch_indices(6, 0, batch, count) != SD_TrainVAE.batch_indices(5, 0, batch, count)).any()
-    a, b, c, d = (SD_TrainVAE.step_noise(*key, (1000,)) for key in ((5, 0), (5, 0), (5, 1), (6, 0)))
+    assert (
+        sd.picture_sets.batch_indices(6, 0, batch, count) != sd.picture_sets.batch_indices(5, 0, batch, count)
+    ).any()
+    a, b, c, d = (sd.picture_sets.step_noise(*key, (1000,)) for key in ((5, 0), (5, 0), (5, 1), (6, 0)))
     assert (a == b).all()
     assert all(abs(float(torch.corrcoef(torch.stack([a, other]))[0, 1])) < 0.15 for other in (c, d))
 
@@ -159,7 +163,7 @@ def test_psnr_by_hand():
             return y
 
     pictures = torch.full((2, 8, 8, 3), 100, dtype=torch.uint8)
-    results, psnr = SD_TrainVAE.reconstruct(Off(), pictures, torch.device("cpu"))
+    results, psnr = sd.autoencoder.reconstruct(Off(), pictures, torch.device("cpu"))
     assert psnr == pytest.approx((20 + 40) / 2, abs=0.01)
     assert results.dtype == torch.uint8 and (results[0] == 126).all() and (results[1] == 103).all()
 
@@ -178,12 +182,12 @@ def test_run_folder_and_unit_variance(images, run):
     assert SD_Model.weights_hash(vae) == result["vae_hash"]
     ema = load_file(run / "checkpoints" / "step_00000006" / "vae_ema.safetensors")
     assert all((vae.state_dict()[name] == ema[name]).all() for name in ema)
-    train_set, held_out, _ = SD_TrainVAE.load_pictures(str(images), SIZE, 0, 8.0, 0.2)
+    train_set, held_out, _ = sd.picture_sets.load_pictures(str(images), SIZE, 0, 8.0, 0.2)
     assert len(train_set) + len(held_out) == 64 and 5 <= len(held_out) <= 25
     with torch.no_grad():
-        latents = vae.encode(SD_TrainVAE.to_model(train_set, torch.device("cpu")))
+        latents = vae.encode(sd.autoencoder.to_model(train_set, torch.device("cpu")))
     assert float(latents.std()) == pytest.approx(1.0, abs=1e-3)
-    assert SD_TrainVAE.reconstruct(vae, held_out, torch.device("cpu"))[1] == pytest.approx(result["psnr"], abs=1e-3)
+    assert sd.autoencoder.reconstruct(vae, held_out, torch.device("cpu"))[1] == pytest.approx(result["psnr"], abs=1e-3)
     assert result["psnr"] == pytest.approx(validation[-1]["psnr"], abs=1e-3)
 
 
@@ -287,7 +291,7 @@ def test_bad_input_gets_one_sentence(images, tmp_path, capsys):
 
 def test_ram_limit_is_said(images, capsys):
     share = 20 * SIZE * SIZE * 3 / 2**30
-    train_set, held_out, _ = SD_TrainVAE.load_pictures(str(images), SIZE, 0, share, 0.2)
+    train_set, held_out, _ = sd.picture_sets.load_pictures(str(images), SIZE, 0, share, 0.2)
     assert len(train_set) == 20 and len(held_out) > 0
     assert "20 pictures fill --ram_gib" in capsys.readouterr().out
 
