@@ -177,7 +177,9 @@ def token_folder(folder: Path, source: str, count: int, split=None, captions=Non
 
 
 def build(out: Path, *arguments, status=0) -> str:
-    return run("05_build_hf_dataset.py", "--out", out, "--in", *arguments, status=status)
+    text = run("05_build_hf_dataset.py", "--out", out, "--in", *arguments, status=status)
+    assert not out.with_name(out.name + ".tmp").exists()
+    return text
 
 
 def sides(out: Path) -> dict[str, set[str]]:
@@ -224,7 +226,7 @@ def test_05_holds_out_the_rows_whose_column_says_so(tmp_path):
     build(tmp_path / "plain", rich, plain, "--val_fraction", 0.3)
     assert sides(tmp_path / "plain")["val"] == hashed
     # no row of a source that says something is held out for want of one; one of a source that says nothing is
-    train = token_folder(tmp_path / "c", "c", 20, ["train"] * 20)
+    train = token_folder(tmp_path / "c", "c", 20, [None] * 9 + ["train"] * 11)
     build(tmp_path / "e", train, plain, "--split_column", "split", "--val_fraction", 1e-9)
     lowest = min((f"b/00000/{i:04d}" for i in range(20)), key=sd.shards.key_fraction)
     assert sides(tmp_path / "e")["val"] == {lowest}
@@ -242,6 +244,7 @@ def test_05_holds_out_the_rows_of_a_list(tmp_path):
     build(tmp_path / "d", rich, plain, *more, "--split_column")  # other settings: built anew
     assert sides(tmp_path / "d")["val"] == named | {"a/00000/0039"}
     assert "done already" in build(tmp_path / "d", rich, plain, *more, "--split_column")
+    build(tmp_path / "d", rich, plain, *more)
     (tmp_path / "list.txt").write_text("0012\n")
     assert "done already" not in build(tmp_path / "d", rich, plain, *more)
     assert sides(tmp_path / "d")["val"] == {"a/00000/0012", "b/00000/0012"}
