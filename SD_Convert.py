@@ -4,6 +4,7 @@
     python SD_Convert.py runs/final final_folder --format diffusers                 # StableDiffusionPipeline: fp32
     python SD_Convert.py runs/final full.ckpt.safetensors --format ldm --weights both --dtype fp32
     python SD_Convert.py v1-5-pruned.ckpt sd15 --format native                      # this project's checkpoint folder
+    python SD_Convert.py runs/final small --dtype int8 --decoder_only               # the same, to paint with: 1/8 of it
 
 open_model, load_vae and load_text_encoder read, whatever the format: this project's checkpoint and run folders, single
 files (safetensors or pickles, known by their first bytes), diffusers folders, hub names. One table of names (unet_rows,
@@ -33,11 +34,14 @@ def main(argv=None):
     g.add_argument("source", metavar="IN", help="a checkpoint or run folder, a single file, a diffusers folder or a "
                    "hub name")  # fmt: skip
     g.add_argument("out", metavar="OUT", help="a new .safetensors (ldm) or a new folder (diffusers, native)")
-    g.add_argument("--format", required=True, choices=["ldm", "diffusers", "native"],
-                   help="a single file for ComfyUI and A1111, a diffusers folder, or this project's own")  # fmt: skip
+    g.add_argument("--format", choices=["ldm", "diffusers", "native"], help="a single file for ComfyUI and A1111, a "
+                   "diffusers folder, or this project's own (default: native for int8, else none)")  # fmt: skip
     g.add_argument("--weights", choices=["ema", "live", "both"],
-                   help="the average, the last ones (default: both for native, else ema)")  # fmt: skip
-    g.add_argument("--dtype", choices=list(DTYPES), help="of the weights (default: fp16 for ldm, fp32 for folders)")
+                   help="the average, the last ones (default: both for native in fp32, else ema)")  # fmt: skip
+    g.add_argument("--dtype", choices=[*DTYPES, "int8"], help="of the weights; int8, with a scale a row, in this "
+                   "project's own folder alone (default: fp16 for ldm, fp32 for folders)")  # fmt: skip
+    g.add_argument("--decoder_only", action="store_true", help="of native: leave out the VAE's encoder, which only "
+                   "--init_image wants")  # fmt: skip
 
     g = p.add_argument_group("the model, where IN does not say it right")
     g.add_argument("--prediction", choices=["epsilon", "v"], help="what the UNet predicts (default: what IN says)")
@@ -47,10 +51,17 @@ def main(argv=None):
     g.add_argument("--text_encoder", help="a folder, a file, a hub name (default: IN's)")
     g.add_argument("--tokenizer", help="a folder, CLIP's vocabulary, a hub name (default: IN's)")
     args = p.parse_args(argv)
-    weights = args.weights or ("both" if args.format == "native" else "ema")
-    dtype = DTYPES[args.dtype or ("fp16" if args.format == "ldm" else "fp32")]
-    if args.format == "native" and dtype != torch.float32:
-        raise InputError(f"--format native is fp32, and --dtype is {args.dtype}")
+    int8 = args.dtype == "int8"
+    args.format = args.format or ("native" if int8 else None)
+    if args.format is None:
+        raise InputError("--format wants ldm, diffusers or native, and was not given")
+    if args.format != "native" and (int8 or args.decoder_only):
+        flag = "--dtype int8" if int8 else "--decoder_only"
+        raise InputError(f"{flag} is of this project's own folder (--format native), found --format {args.format}")
+    if args.format == "native" and args.dtype not in (None, "fp32", "int8"):
+        raise InputError(f"--format native is fp32 or int8, and --dtype is {args.dtype}")
+    weights = args.weights or ("both" if args.format == "native" and not int8 else "ema")
+    dtype = torch.int8 if int8 else DTYPES[args.dtype or ("fp16" if args.format == "ldm" else "fp32")]
 
     def opened(which: str) -> Model:
         model = open_model(args.source, which, args.prediction, args.zero_terminal_snr, args.tokenizer)
@@ -73,7 +84,8 @@ def main(argv=None):
     live = opened("live") if weights != "ema" else None
     remarks = []
     if args.format == "native":
-        save_native(out, ema or live, live or ema)
+        only = weights if int8 and weights != "both" else ""
+        save_native(out, ema or live, live or ema, int8, args.decoder_only, only)
     elif args.format == "diffusers":
         save_diffusers(out, ema or live, dtype, live if ema else None)
     elif weights == "both":

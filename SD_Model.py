@@ -516,11 +516,22 @@ class VAE(nn.Module):
         self.quant_conv = nn.Conv2d(2 * z, 2 * z, 1)
         self.post_quant_conv = nn.Conv2d(z, z, 1)
 
+    def without_encoder(self) -> "VAE":
+        """Leaves out what only pictures go through: decode() alone is left. Returns itself."""
+        self.encoder = self.quant_conv = None
+        return self
+
+    def check_whole(self):
+        """InputError for a VAE without an encoder."""
+        if self.encoder is None:
+            raise InputError("this VAE has no encoder, as --decoder_only leaves it: give a whole one with --vae")
+
     def moments(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Posterior of images [B, 3, H, W] in -1..1, H and W multiples of the factor (ValueError otherwise).
 
         Returns mean and log-variance, each [B, z, H/factor, W/factor], unscaled; log-variance within -30..20.
         """
+        self.check_whole()
         f = self.config.factor
         if images.shape[-2] % f or images.shape[-1] % f:
             raise ValueError(f"the VAE wants height and width in multiples of {f}, found {tuple(images.shape[-2:])}")

@@ -25,6 +25,7 @@ class Encoder:
     """
 
     def __init__(self, vae: VAE, device: torch.device, dtype: torch.dtype, moments=False, pad_to=None, compiled=False):
+        vae.check_whole()
         self.layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
         self.exact = vae.to(device, memory_format=self.layout)
         self.fast = self.exact if dtype == torch.float32 else copy.deepcopy(self.exact).to(dtype)

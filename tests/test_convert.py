@@ -754,7 +754,7 @@ def test_damaged_and_absent(checkpoint, single, tmp_path):
 
 @pytest.mark.parametrize("flags,message", [
     (["{single}", "{tmp}/out.ckpt", "--format", "ldm"], "written as .safetensors"),
-    (["{single}", "{tmp}/out", "--format", "native", "--dtype", "fp16"], "native is fp32"),
+    (["{single}", "{tmp}/out", "--format", "native", "--dtype", "fp16"], "native is fp32 or int8"),
     (["{tmp}/absent.safetensors", "{tmp}/out", "--format", "native"], "no such file or folder"),
     (["{single}", "{tmp}", "--format", "diffusers"], "exists already"),
 ])  # fmt: skip

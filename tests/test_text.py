@@ -1,4 +1,4 @@
-"""Text encoders other than CLIP: trained, short, with a cut vocabulary.
+"""Text encoders other than CLIP: trained, short, with a cut vocabulary; weights in 8 bits.
 
 pytest tests/test_text.py
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import safetensors.torch
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "faults"))
@@ -19,14 +20,19 @@ from conftest import randomise
 from test_data_pipeline import run
 from tokenizers import Tokenizer
 
+import sd.encoder
 import sd.files
 import sd.objective
 import sd.optim
 import sd.shards
 import sd.text
 import SD_Convert
+import SD_ImageGen
 import SD_Model
-from sd.weights.read import load_text_encoder, open_model
+from sd.errors import InputError
+from sd.weights.int8 import FORMAT, KEY, from_int8, to_int8
+from sd.weights.read import checkpoint_problem, load_text_encoder, open_model
+from sd.weights.text import save_int8_folder
 from SD_Model import TextEncoder
 
 WORDS = "[PAD] [unused0] [unused1] [UNK] [CLS] [SEP] [MASK] red green blue ##berry cat on black".split()
@@ -234,6 +240,8 @@ def test_cut_vocabulary_encodes_the_captions_alike(bert, data, tmp_path, source)
     assert torch.equal(before.encode([*captions, ""]), after.encode([*captions, ""]))
     assert not torch.equal(before.tokenize(captions), after.tokenize(captions))  # of other numbers
     raw = Tokenizer.from_file(str(tmp_path / "small" / "tokenizer.json"))  # as other programs read it
+    content = json.loads((tmp_path / "small" / "tokenizer.json").read_text())
+    assert all(content["model"]["vocab"][token["content"]] == token["id"] for token in content["added_tokens"])
     raw.enable_padding(length=LENGTH)
     assert [row.ids for row in raw.encode_batch(captions)] == after.tokenize(captions).tolist()
     kept = after.tokenizer.convert_ids_to_tokens(range(rows))
@@ -264,3 +272,144 @@ def test_what_cannot_be_cut_is_refused(bert, tmp_path, small_tokenizer):
     shutil.copytree(bert, broken)
     (broken / "model.safetensors").write_bytes(b"no weights")
     assert "cannot read" in told(broken, tmp_path / "words.txt")
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Weights in 8 bits
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(data, bert, tmp_path_factory) -> Path:
+    """A run of two steps with a trained BERT, whose weights and average differ."""
+    out = tmp_path_factory.mktemp("trained") / "run"
+    train(data, bert, out, "--train_text_encoder", "--lr", 0.05)
+    return out
+
+
+def test_int8_keeps_each_weight_to_half_a_step():
+    g = torch.Generator().manual_seed(0)
+    whole = {"a.weight": torch.randn(5, 3, 3, 3, generator=g) * torch.tensor([1e-3, 1, 50, 0, 1e-42]).view(5, 1, 1, 1),
+             "b.weight": torch.randn(7, 4, generator=g), "b.bias": torch.randn(7, generator=g),
+             "b.scale": torch.ones(7), "ids": torch.arange(3)}  # fmt: skip
+    stored = to_int8("UNet", whole)
+    assert stored["a.weight"].dtype == torch.int8 and stored["a.weight"].shape == (5, 3, 3, 3)
+    assert stored["a.weight.scale"].shape == (5,) and stored["b.bias"].dtype == torch.float16
+    assert stored["a.weight"].abs().amax((1, 2, 3)).tolist()[:4] == [127, 127, 127, 0]  # each row's largest
+    read = from_int8("x", stored, {KEY: FORMAT})
+    assert read.keys() == whole.keys() and read["a.weight"].dtype == torch.float32
+    for name in ("a.weight", "b.weight"):
+        step = (whole[name].flatten(1).abs().amax(1) / 127).clamp(min=1e-38)[:, None]
+        assert ((read[name] - whole[name]).flatten(1).abs() <= step * (0.5 + 1e-5)).all()
+    assert torch.equal(read["b.bias"], whole["b.bias"].half().float()) and torch.equal(read["ids"], whole["ids"])
+    with pytest.raises(InputError, match="cannot hold"):
+        to_int8("UNet", {"w": torch.full((2, 2), torch.inf)})
+    with pytest.raises(InputError, match="cannot hold"):
+        to_int8("UNet", {"b": torch.full((2,), 1e5)})
+    with pytest.raises(InputError, match="a.weight.scale, fp32 of 5 rows, found none"):
+        from_int8("x", {k: t for k, t in stored.items() if k != "a.weight.scale"}, {KEY: FORMAT})
+    with pytest.raises(InputError, match="another revision"):
+        from_int8("x", stored, {KEY: "int8-rows-2"})
+
+
+def halves(exact: torch.nn.Module, read: torch.nn.Module):
+    """The weights that were read are the exact ones to half a step of their row, and vectors to fp16's rounding."""
+    wanted, found = exact.state_dict(), read.state_dict()
+    assert wanted.keys() == found.keys()
+    for name, a in wanted.items():
+        b = found[name]
+        step = a.flatten(1).abs().amax(1, keepdim=True) / 127 * (0.5 + 1e-5) if a.dim() > 1 else a.abs()[:, None] / 2048
+        assert ((a - b).reshape(len(a), -1).abs() <= step + 1e-7).all() and b.dtype == torch.float32, name
+        assert a.dim() < 2 or not torch.equal(a, b) or a.abs().max() == 0, name  # it is rounded
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("decoder_only", [False, True])
+def test_int8_folder_paints(trained, tmp_path, decoder_only, capsys):
+    small = tmp_path / "small"
+    SD_Convert.main([str(trained), str(small), "--dtype", "int8", *["--decoder_only"] * decoder_only])
+    exact, model = open_model(trained), open_model(small)
+    assert "EMA weights (it has no others)" in model.found and "8 bits" in model.found
+    assert not (small / "unet_ema.safetensors").exists() and checkpoint_problem(small) is None
+    vae = exact.vae().without_encoder() if decoder_only else exact.vae()
+    halves(exact.unet(), model.unet())
+    halves(vae, model.vae())
+    halves(exact.text_encoder().without_head(), model.text_encoder())
+    assert model.text_encoder().model.pooler is None and model.text_encoder().max_length == LENGTH
+    halves(exact.text_encoder(), load_text_encoder(small / "text_encoder"))
+    for part in ("unet", "vae"):  # reading twice gives the same
+        assert SD_Model.weights_hash(getattr(model, part)()) == SD_Model.weights_hash(
+            getattr(open_model(small), part)()
+        )
+    numbers = sum(p.numel() for net in (exact.unet(), vae, exact.text_encoder()) for p in net.parameters())
+    bytes_ = sum(f.stat().st_size for f in small.rglob("*.safetensors"))
+    assert bytes_ < 1.6 * numbers  # small networks, of many rows; fp32 is 4
+    with pytest.raises(SD_Model.InputError, match="no file named"):  # nothing takes whole numbers for weights
+        TextEncoder.from_pretrained(str(small / "text_encoder"))
+
+    flags = ["--prompt", "red cats", "--steps", "2", "--out", str(tmp_path / "out.png"), "--device", "cpu"]
+    SD_ImageGen.main(["--model", str(small), *flags])
+    assert sd.pictures.read_picture(tmp_path / "out.png").shape == (64, 64, 3)
+    if decoder_only:
+        flags[5] = str(tmp_path / "again.png")
+        with pytest.raises(SD_Model.InputError, match="no encoder"):
+            SD_ImageGen.main(
+                ["--model", str(small), "--init_image", str(tmp_path / "out.png"), "--strength", "1", *flags]
+            )
+        with pytest.raises(SD_Model.InputError, match="no encoder"):
+            sd.encoder.Encoder(model.vae(), torch.device("cpu"), torch.float32)  # before encode_latents writes a file
+        with pytest.raises(SD_Model.InputError, match="no encoder"):
+            SD_Convert.main([str(small), str(tmp_path / "folder"), "--format", "diffusers"])
+        SD_Convert.main([str(small), str(tmp_path / "native"), "--format", "native"])  # on in fp32, without encoder
+        assert SD_Model.weights_hash(open_model(tmp_path / "native").vae()) == SD_Model.weights_hash(model.vae())
+
+
+def test_a_frozen_encoder_travels_in_int8_with_its_length(data, bert, tmp_path):
+    train(data, bert, tmp_path / "run", "--data", "short")
+    SD_Convert.main([str(tmp_path / "run"), str(tmp_path / "small"), "--dtype", "int8", "--weights", "both"])
+    for weights in ("ema", "live"):
+        model = open_model(tmp_path / "small", weights)
+        halves(open_model(tmp_path / "run", weights).unet(), model.unet())
+        assert model.text_encoder().max_length == 8
+    halves(TextEncoder.from_pretrained(str(bert)).without_head(), model.text_encoder())
+
+
+def test_live_and_average_are_both_kept_in_int8(trained, tmp_path):
+    SD_Convert.main([str(trained), str(tmp_path / "small"), "--dtype", "int8", "--weights", "both"])
+    for weights in ("ema", "live"):
+        exact, model = (open_model(path, weights) for path in (trained, tmp_path / "small"))
+        halves(exact.unet(), model.unet())
+        halves(exact.text_encoder(), model.text_encoder())
+
+
+def test_clip_in_int8(tmp_path, small_tokenizer):
+    encoder = TextEncoder.new(SD_Model.PRESETS["micro"]["text"], small_tokenizer)
+    randomise(encoder)
+    save_int8_folder(encoder, tmp_path)
+    halves(encoder, load_text_encoder(tmp_path))
+
+
+@pytest.mark.parametrize("flags, words", [
+    (("--format", "ldm", "--dtype", "int8"), "--dtype int8 is of this project's own folder"),
+    (("--format", "diffusers", "--dtype", "int8"), "--dtype int8 is of this project's own folder"),
+    (("--format", "ldm", "--decoder_only"), "--decoder_only is of this project's own folder"),
+    ((), "--format wants ldm, diffusers or native"),
+])  # fmt: skip
+def test_int8_is_for_our_own_folder(trained, tmp_path, flags, words):
+    with pytest.raises(InputError, match=words):
+        SD_Convert.main([str(trained), str(tmp_path / "out.safetensors"), *flags])
+    assert not list(tmp_path.iterdir())
+
+
+def test_damaged_int8_is_refused(trained, tmp_path):
+    SD_Convert.main([str(trained), str(tmp_path / "small"), "--dtype", "int8"])
+    file = tmp_path / "small" / "unet.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    safetensors.torch.save_file(tensors, file)  # the metadata are lost
+    with pytest.raises(InputError, match="int8 found"):
+        open_model(tmp_path / "small")
+    assert "unet.safetensors differs" in checkpoint_problem(tmp_path / "small")
+    del tensors["out.2.weight"], tensors["out.2.weight.scale"]
+    safetensors.torch.save_file(tensors, file, {KEY: FORMAT})
+    with pytest.raises(InputError, match="missing out.2.weight"):
+        open_model(tmp_path / "small")

@@ -10,6 +10,7 @@ import torch
 from sd.errors import InputError
 from sd.files import new_folder, read_json
 from sd.weights.configs import infer_vae_config, vae_config_from_folder
+from sd.weights.int8 import FORMAT, KEY, to_int8
 from sd.weights.names import shapes_of
 from sd.weights.tensors import (
     FILE_ENDINGS,
@@ -129,13 +130,26 @@ def alike(value, default) -> bool:
     return type(value) is type(default) and (isinstance(value, bool) or value > 0)
 
 
-def save_vae(vae: VAE, folder: str | Path):
-    """Write a VAE in this project's format: vae.json and vae.safetensors (fp32), whole or not at all."""
+def load_own_vae(folder: Path) -> VAE:
+    """A VAE of a folder that save_vae wrote."""
+    config = config_from_dict(VAEConfig, read_json(folder / "vae.json"))
+    tensors, metadata = read_tensors(folder / "vae.safetensors")
+    if metadata.get("sd_parts") != "decoder":
+        return build(VAE, config, fit_vae(folder, config, tensors))
+    return build(lambda config: VAE(config).without_encoder(), config, fit_vae(folder, config, tensors, True))
+
+
+def save_vae(vae: VAE, folder: str | Path, int8: bool = False):
+    """Write a VAE in this project's format: vae.json and vae.safetensors (fp32, or 8 bits), whole or not at all. One
+    without an encoder stays so."""
     folder = Path(folder)
     with new_folder(folder, replace=True) as tmp:
         (tmp / "vae.json").write_text(json.dumps(asdict(vae.config), indent=2))
         state = {k: t.detach().to("cpu", torch.float32).contiguous() for k, t in vae.state_dict().items()}
-        save_tensors(state, tmp / "vae.safetensors")
+        metadata = {"sd_parts": "decoder"} if vae.encoder is None else {}
+        if int8:
+            state, metadata = to_int8("VAE", state), metadata | {KEY: FORMAT}
+        save_tensors(state, tmp / "vae.safetensors", metadata or None)
 
 
 def own_text(values: dict) -> str:

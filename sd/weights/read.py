@@ -21,8 +21,17 @@ from sd.weights.configs import (
     unet_config_from_folder,
     vae_config_from_folder,
 )
+from sd.weights.int8 import TEXT_FILE, int8_remark
 from sd.weights.names import ema_name, shapes_of
-from sd.weights.parts import DEFAULT_VAE, fetch, own_description, own_json, vae_from_file, vae_from_tensors
+from sd.weights.parts import (
+    DEFAULT_VAE,
+    fetch,
+    load_own_vae,
+    own_description,
+    own_json,
+    vae_from_file,
+    vae_from_tensors,
+)
 from sd.weights.tensors import (
     SHARDS,
     build,
@@ -48,13 +57,14 @@ from sd.weights.text import (
     clip_tokenizer,
     has_tokenizer,
     load_clip_folder,
+    load_int8_folder,
     load_tokenizer,
     of_length,
     text_remark,
     tokenizer_from_text,
     with_tokenizer,
 )
-from SD_Model import VAE, NoiseSchedule, TextEncoder, UNet, UNetConfig, VAEConfig, config_from_dict, weights_hash
+from SD_Model import VAE, NoiseSchedule, TextEncoder, UNet, UNetConfig, config_from_dict, weights_hash
 
 WORDS = {"ema": "EMA", "live": "live"}
 
@@ -72,8 +82,7 @@ def load_vae(source: str | Path = DEFAULT_VAE, weights: str = "ema") -> VAE:
     if path.is_file():
         return vae_from_file(path, weights)
     if (path / "vae.json").is_file():
-        config = config_from_dict(VAEConfig, read_json(path / "vae.json"))
-        return build(VAE, config, fit_vae(path, config, read_tensors(path / "vae.safetensors")[0]))
+        return load_own_vae(path)
     if (path / "model.json").is_file() or (path / "checkpoints").is_dir():
         return open_model(path).vae()
     if (path / "config.json").is_file():
@@ -114,6 +123,8 @@ def load_text_encoder(
     if not (path / "config.json").is_file():
         alone = "a tokenizer alone, which --tokenizer takes" if has_tokenizer(path) else sorted(os.listdir(path))[:10]
         raise InputError(f"a text encoder was wanted in {path}: no config.json is there, but {alone}")
+    if (path / TEXT_FILE).is_file():
+        return with_tokenizer(path, load_int8_folder(path), tokenizer)
     if read_json(path / "config.json").get("model_type") in ("clip_text_model", "clip"):
         return load_clip_folder(path, tokenizer)
     return with_tokenizer(path, TextEncoder.from_pretrained(str(path)), tokenizer)
@@ -275,8 +286,11 @@ def open_checkpoint(folder: Path, weights: str, prediction=None, zero_terminal_s
         vae, text = values["vae"], values["text_encoder"]
     except (KeyError, TypeError, ValueError) as e:
         raise InputError(f"{folder / 'model.json'} is incomplete or of another version ({e!r})") from None
-    name = "unet_ema.safetensors" if weights == "ema" else "unet.safetensors"
-    tensors = fit_unet(folder / name, config, read_tensors(folder / name)[0])
+    name, which = "unet_ema.safetensors" if weights == "ema" else "unet.safetensors", f"{WORDS[weights]} weights"
+    if only := values.get("weights"):  # of a model that was written to paint with, which has one UNet
+        name, which = "unet.safetensors", f"{WORDS[only]} weights (it has no others)"
+    tensors, metadata = read_tensors(folder / name)
+    tensors = fit_unet(folder / name, config, tensors)
 
     def load_own_vae():
         if isinstance(vae, str):
@@ -290,7 +304,10 @@ def open_checkpoint(folder: Path, weights: str, prediction=None, zero_terminal_s
         own = folder / "text_encoder_ema"
         if weights == "live" or not own.is_dir():
             own = folder / text  # a subfolder, or an absolute path
-        encoder = TextEncoder.from_pretrained(str(own) if own.is_dir() else text)
+        if (own / TEXT_FILE).is_file():
+            encoder = load_int8_folder(own)
+        else:
+            encoder = TextEncoder.from_pretrained(str(own) if own.is_dir() else text)
         return of_length(with_tokenizer(own if own.is_dir() else text, encoder, tokenizer), values.get("text_length"))
 
     facts = [(schedule.prediction, schedule.config["zero_terminal_snr"], "model.json")]
@@ -298,7 +315,9 @@ def open_checkpoint(folder: Path, weights: str, prediction=None, zero_terminal_s
     state = read_json(folder / "state.json") if (folder / "state.json").is_file() else {}
     return Model(
         found=found_text(
-            f"{folder}: a checkpoint of this project (preset {values.get('preset')}), {WORDS[weights]} weights", says
+            f"{folder}: a checkpoint of this project (preset {values.get('preset')}), {which}",
+            says,
+            int8_remark(metadata),
         ),
         unet_config=config,
         tensors=lambda: tensors,

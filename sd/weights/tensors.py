@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from sd.errors import InputError, system_error
 from sd.files import read_json
+from sd.weights.int8 import from_int8
 from sd.weights.names import VAE_ATTENTION, WRAPPERS, shapes_of, squeezed, unet_names, vae_names
 from SD_Model import VAE, UNet, UNetConfig, VAEConfig
 
@@ -38,7 +39,8 @@ INERT_MODULES = ("pytorch_lightning", "lightning", "lightning_fabric", "omegacon
 def read_tensors(path: Path) -> tuple[dict, dict]:
     """A weight file's content, memory-mapped, and its metadata. Its first bytes say what it is, not its name.
 
-    Safetensors give {name: tensor}; pickles (.ckpt, .pt, .pth, .bin) whatever they hold, read with weights_only.
+    Safetensors give {name: tensor}, 8-bit ones in fp32 and not mapped; pickles (.ckpt, .pt, .pth, .bin) whatever they
+    hold, read with weights_only.
     Raises InputError for absent, damaged and unsafe files.
     """
     if not path.is_file():
@@ -47,11 +49,12 @@ def read_tensors(path: Path) -> tuple[dict, dict]:
     if kind == "safetensors":
         try:
             with safetensors.safe_open(path, "pt") as f:
-                return {name: f.get_tensor(name) for name in f.keys()}, f.metadata() or {}
+                content, metadata = {name: f.get_tensor(name) for name in f.keys()}, f.metadata() or {}
         except (safetensors.SafetensorError, OSError, RuntimeError, AttributeError) as e:
             raise InputError(
                 f"{path} is not a whole safetensors file ({short(e)}); copy or download it again"
             ) from None
+        return from_int8(path, content, metadata), metadata
     if kind != "pickle":
         raise InputError(f"{path} is {kind}, and no whole safetensors or PyTorch file; copy or download it again")
     try:
@@ -257,7 +260,7 @@ def fit_unet(source, config: UNetConfig, tensors: dict, original=None) -> dict[s
     return fit("UNet", source, shapes_of(UNet, config), tensors, ours, original)
 
 
-def fit_vae(source, config: VAEConfig, tensors: dict) -> dict[str, torch.Tensor]:
+def fit_vae(source, config: VAEConfig, tensors: dict, decoder_only: bool = False) -> dict[str, torch.Tensor]:
     """VAE tensors in original or diffusers names, with any spelling of the attention -> in our names."""
     ours = {}
     for spelling in VAE_ATTENTION:
@@ -268,7 +271,9 @@ def fit_vae(source, config: VAEConfig, tensors: dict) -> dict[str, torch.Tensor]
                 if f".attn_1.{a}." in name:
                     ours[name.replace(f".attn_1.{a}.", f".attn_1.{b}.")] = name
         ours |= {name: name for name in there}
-    return fit("VAE", source, shapes_of(VAE, config), tensors, ours)
+    wanted, left_out = shapes_of(VAE, config), ("encoder.", "quant_conv.") if decoder_only else ()
+    wanted = {name: shape for name, shape in wanted.items() if not name.startswith(left_out)}
+    return fit("VAE", source, wanted, tensors, {theirs: name for theirs, name in ours.items() if name in wanted})
 
 
 def build(cls, config, state: dict[str, torch.Tensor], device="cpu", dtype=torch.float32):

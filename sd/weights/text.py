@@ -9,8 +9,18 @@ import torch
 from sd.errors import InputError, reading
 from sd.files import read_json
 from sd.weights import vocabulary
+from sd.weights.int8 import FORMAT, KEY, TEXT_FILE, to_int8
 from sd.weights.parts import own_json
-from sd.weights.tensors import file_kind, fit, read_tensors, read_weights, short, tensors_only, weights_file
+from sd.weights.tensors import (
+    file_kind,
+    fit,
+    read_tensors,
+    read_weights,
+    save_tensors,
+    short,
+    tensors_only,
+    weights_file,
+)
 from SD_Model import TextEncoder
 
 DEFAULT_TEXT_ENCODER = "openai/clip-vit-large-patch14"
@@ -176,6 +186,28 @@ def clip_state(encoder: TextEncoder) -> dict[str, torch.Tensor]:
         kind = encoder.model.config.model_type
         raise InputError(f"the text encoder is a {kind}; other programs know CLIP's alone, so use --format native")
     return {"text_model." + k.removeprefix("text_model."): t for k, t in encoder.model.state_dict().items()}
+
+
+def load_int8_folder(folder: Path) -> TextEncoder:
+    """The text encoder of a folder that save_int8_folder wrote, fp32."""
+    from transformers import AutoConfig, AutoModel
+
+    tensors = read_tensors(folder / TEXT_FILE)[0]
+    with reading(f"the text encoder's settings of {folder}", "copy or convert it again"):
+        model = AutoModel.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    encoder = TextEncoder(model, load_tokenizer(str(folder))).without_head()
+    wanted = {name: t.shape for name, t in model.state_dict().items()}
+    names = {name.removeprefix("text_model."): name for name in wanted}  # transformers' own, by version
+    tensors = {name.removeprefix("text_model."): t for name, t in tensors.items()}
+    model.load_state_dict(fit("text encoder", folder / TEXT_FILE, wanted, tensors, names))
+    return encoder.eval().requires_grad_(False)
+
+
+def save_int8_folder(encoder: TextEncoder, folder: Path):
+    """Write a text encoder in 8 bits: config.json, TEXT_FILE, tokenizer. Without its head, if it has one."""
+    encoder.without_head().model.config.save_pretrained(folder)
+    encoder.tokenizer.save_pretrained(folder)
+    save_tensors(to_int8("text encoder", encoder.model.state_dict()), folder / TEXT_FILE, {KEY: FORMAT})
 
 
 def tokenizer_files(tokenizer) -> dict[str, str]:

@@ -14,11 +14,12 @@ from sd.files import digests, new_folder
 from sd.weights import prediction as told
 from sd.weights import vocabulary
 from sd.weights.configs import CLIP_TEXT_SETTINGS
+from sd.weights.int8 import FORMAT, KEY, to_int8
 from sd.weights.names import ema_name, unet_names, vae_names, vae_rows
 from sd.weights.parts import own_text, save_vae
 from sd.weights.read import Model
 from sd.weights.tensors import cast, save_tensors, short
-from sd.weights.text import clip_state, packed_tokenizer, tokenizer_files
+from sd.weights.text import clip_state, packed_tokenizer, save_int8_folder, tokenizer_files
 from SD_Model import VAE, NoiseSchedule, TextEncoder, UNetConfig, VAEConfig, weights_hash
 
 
@@ -56,6 +57,7 @@ def save_ldm(out: Path, model: Model, dtype: torch.dtype, ema: Model | None = No
         model.vae(),
         (ema or model).text_encoder(),
     )  # one of them has room; the EMA's is the one to paint with
+    vae.check_whole()  # for other programs
     if out.suffix != ".safetensors":
         raise InputError(f"a single file is written as .safetensors, and OUT is {out}")
     is_v = model.schedule.prediction == "v"
@@ -201,6 +203,7 @@ def diffusers_configs(model: Model, vae: VAE) -> dict[str, dict]:
 def save_diffusers(out: Path, model: Model, dtype: torch.dtype, live: Model | None = None):
     """Write a folder for StableDiffusionPipeline.from_pretrained; with `live`, its UNet as the non_ema variant too."""
     vae, encoder = model.vae(), model.text_encoder()
+    vae.check_whole()  # for other programs
     text, configs = clip_state(encoder), diffusers_configs(model, vae)
     u, v = unet_names(model.unet_config), vae_names(vae.config)
     linear = vae_rows(vae.config)  # of the mid attention: 1x1 convs here, linear layers there
@@ -228,18 +231,30 @@ def save_diffusers(out: Path, model: Model, dtype: torch.dtype, live: Model | No
             (tmp / "tokenizer" / name).write_text(content, encoding="utf-8")
 
 
-def save_native(out: Path, ema: Model, live: Model):
-    """Write a checkpoint folder of this project, to paint with or to start a run from (--init_from); fp32."""
+def save_native(out: Path, ema: Model, live: Model, int8: bool = False, decoder_only: bool = False, only: str = ""):
+    """Write a checkpoint folder of this project, to paint with or to start a run from (--init_from); fp32, or 8 bits.
+
+    decoder_only: without the VAE's encoder. only: 'ema' or 'live', where one UNet is to be written, under that name.
+    """
     vae, encoders = ema.vae(), {"text_encoder": live.text_encoder()}
+    if decoder_only:
+        vae.without_encoder()
     trained = ema.text_encoder()
     if weights_hash(trained) != weights_hash(encoders["text_encoder"]):
         encoders["text_encoder_ema"] = trained
     with new_folder(out) as tmp:
-        for name, model in (("unet", live), ("unet_ema", ema)):
-            save_tensors(cast("UNet", model.tensors(), torch.float32), tmp / f"{name}.safetensors")
+        for name, model in (("unet", live), ("unet_ema", ema))[: 1 if only else 2]:
+            file = tmp / f"{name}.safetensors"
+            if int8:
+                save_tensors(to_int8("UNet", model.tensors()), file, {KEY: FORMAT})
+            else:
+                save_tensors(cast("UNet", model.tensors(), torch.float32), file)
         for name, encoder in encoders.items():
-            encoder.save(tmp / name)
-        save_vae(vae, tmp / "vae")
+            if int8:
+                save_int8_folder(encoder, tmp / name)
+            else:
+                encoder.save(tmp / name)
+        save_vae(vae, tmp / "vae", int8)
         values = {
             "format": "checkpoint-1",
             "preset": "imported",
@@ -250,6 +265,8 @@ def save_native(out: Path, ema: Model, live: Model):
             "text_encoder": "text_encoder",
             "vae": "vae",
         }
+        if only:
+            values["weights"] = only
         (tmp / "model.json").write_text(json.dumps(values, indent=1))
         (tmp / "state.json").write_text(json.dumps(told_lineage(ema), indent=1))
         (tmp / "manifest.json").write_text(json.dumps(digests(tmp), indent=1))
