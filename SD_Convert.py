@@ -64,7 +64,7 @@ def main(argv=None):
         if args.vae is not None:
             model.vae = given_vae
         if args.text_encoder is not None:
-            model.text_encoder = lambda: load_text_encoder(args.text_encoder, args.tokenizer)
+            model.text_encoder = lambda: load_text_encoder(args.text_encoder, args.tokenizer, model.text_length)
         print(model.found)
         return model
 

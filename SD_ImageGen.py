@@ -198,7 +198,7 @@ def open_for(args) -> Model:
     if args.vae is not None:
         model.vae = lambda: load_vae(args.vae, args.weights)
     if args.text_encoder is not None:
-        model.text_encoder = lambda: load_text_encoder(args.text_encoder, args.tokenizer)
+        model.text_encoder = lambda: load_text_encoder(args.text_encoder, args.tokenizer, model.text_length)
     print(model.found)
     return model
 

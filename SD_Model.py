@@ -545,7 +545,8 @@ class TextEncoder(nn.Module):
     """Token ids to the context the UNet attends to: a thin wrapper of a transformers model and its tokenizer.
 
     CLIP's text model gives its last hidden state after the final norm, without a mask for padding, as SD 1.x wants.
-    Other models that AutoModel loads get the padding mask they were trained with.
+    Other models that AutoModel loads get the padding mask they were trained with. Nothing is dropped out, in train()
+    either: dropout would draw from a generator that all samples share.
     """
 
     MAX_LENGTH = 77  # tokens a text; a tokenizer may ask for fewer
@@ -561,6 +562,11 @@ class TextEncoder(nn.Module):
             raise InputError(f"a tokenizer wants a model_max_length of at least 3, found {asked!r}")
         self.max_length = int(min(self.MAX_LENGTH, asked))
         self.masked = model.config.model_type not in ("clip", "clip_text_model")
+        for part in (model.config, *model.modules()):  # the settings too, which are saved and build the model again
+            rates = ["p"] if isinstance(part, nn.modules.dropout._DropoutNd) else [n for n in vars(part) if "drop" in n]
+            for name in rates:
+                if isinstance(getattr(part, name), float):
+                    setattr(part, name, 0.0)
 
     @property
     def context_dim(self) -> int:
@@ -583,10 +589,13 @@ class TextEncoder(nn.Module):
                 f"({reason}); give a folder with --text_encoder, or run once with a network"
             ) from None
         missing = [k for k in info["missing_keys"] if not k.endswith("position_ids")]
+        headless = any(k.startswith("pooler.") for k in missing)  # as without_head leaves it
+        missing = [k for k in missing if not k.startswith("pooler.")]
         mismatched = list(info.get("mismatched_keys") or [])
         if missing or mismatched:
             raise InputError(f"the text encoder at {name!r} lacks weights: {(missing + mismatched)[:10]}")
-        return cls(model.eval(), tokenizer)
+        encoder = cls(model.eval(), tokenizer)
+        return encoder.without_head() if headless else encoder
 
     @classmethod
     def new(cls, config: dict, tokenizer) -> "TextEncoder":
@@ -606,6 +615,22 @@ class TextEncoder(nn.Module):
         # Words start far apart (CLIP's own 0.02 would let the random layers drown them), so that they combine freely.
         nn.init.normal_(model.get_input_embeddings().weight, std=1.0)
         return cls(model.eval(), tokenizer)
+
+    def shorten(self, length: int) -> "TextEncoder":
+        """Texts are of `length` ids from here on; the tokenizer, which is saved, says so too. Returns itself.
+        InputError if the model takes fewer."""
+        most = min(self.max_length, getattr(self.model.config, "max_position_embeddings", None) or self.max_length)
+        if not 3 <= length <= most:  # start, a token, end
+            raise InputError(f"texts of {length} ids were wanted, and this text encoder takes 3 to {most}")
+        self.max_length = self.tokenizer.model_max_length = length
+        return self
+
+    def without_head(self) -> "TextEncoder":
+        """Drops what BERT and its kin have behind the last hidden state (their pooler): no loss would train it. Returns
+        itself. A frozen encoder keeps its head, so that its weights' hash stays."""
+        if getattr(self.model, "pooler", None) is not None:
+            self.model.pooler = None  # its name stays, so that state dicts of older checkpoints load, head and all
+        return self
 
     def save(self, folder: str, state: dict[str, torch.Tensor] | None = None):
         """Write model (with `state`, these weights) and tokenizer as transformers does; from_pretrained reads them."""

@@ -41,10 +41,11 @@ from sd.device import Place, check_agreement, peak_flops, setup_device, sum_over
 from sd.errors import InputError, run
 from sd.inputs import agreed_flags, agreed_inputs, check_inputs, crc, hash_inputs
 from sd.log import Window
+from sd.networks import read_overrides, unet_config
 from sd.objective import BINS, Denoiser, describe_weights, validate
-from sd.optim import clip_limit, ema_decay, lr_at
+from sd.optim import clip_limit, ema_decay
 from sd.painting import sample_grid, sample_prompts
-from sd.plan import Plan, choose_grad_checkpoint, dry_run, make_plan, mean_flops, rank_positions
+from sd.plan import Course, Plan, choose_grad_checkpoint, dry_run, make_plan, mean_flops, rank_positions
 from sd.run_folder import RunFolder
 from sd.setup import (
     Data,
@@ -99,6 +100,8 @@ PHASES = {
     "final":       Phase(7,    "sd15",  FINAL_MIX,        512,  6,     1e-6,   150,   0.15, 5,     0.9999, "scaled_linear",     1e-2,  24,   2),  # noqa: E501
     "scratch_256": Phase(None, "sd15",  "laion",          256, 10,     1e-4,  1000,   0.10, 5,     0.9999, "squaredcos_cap_v2", 0.0,   32,   1),  # noqa: E501
     "openmoji":    Phase(None, "small", "openmoji",       128, 400,    3e-4,   500,   0.10, 5,     0.999,  "scaled_linear",     1e-2, 128,   1),  # noqa: E501
+    "drawings_128": Phase(None, "small", "drawings",      128, 100,    4e-4,   500,   0.10, 5,     0.999,  "scaled_linear",     1e-2, 256,   1),  # noqa: E501
+    "drawings_256": Phase(None, "small", "drawings",      256, 20,     2.5e-4, 200,   0.10, 5,     0.999,  "scaled_linear",     1e-2, 128,   1),  # noqa: E501
     "demo":        Phase(None, "tiny",  "shapes",          64, 10,     2e-3,   100,   0.10, 5,     0.99,   "scaled_linear",     1e-2,  32,   1),  # noqa: E501
 }
 
@@ -109,7 +112,7 @@ DEFAULTS = dict(
     dataset=None, latents=None, data_root="data", vae=None, text_encoder=None, tokenizer=None,
     train_text_encoder=False, text_lr=0.1, prediction="epsilon", zero_terminal_snr=False, zero_init="all",
     weighting="min_snr", offset_noise=0.0, lr_schedule="cosine", beta1=0.9, beta2=0.999, clip=1.0, adaptive_clip=0.0,
-    latent_fraction=1.0, seed=0, max_steps=None,
+    latent_fraction=1.0, seed=0, max_steps=None, minutes=None, unet=None,
     grad_checkpoint="none", kernels=None, compress_gradients=False, peer_copies=True,
     dtype=None, channels_last=None, save_steps=1000, keep_last=3, keep_every=0,
     val_steps=500, val_images=256, sample_steps=1000, sample_prompts=None, sample_cfg=7.5, log_steps=10,
@@ -117,8 +120,8 @@ DEFAULTS = dict(
 )  # fmt: skip
 # What --resume may change; the rest must stay as the run began.
 CHANGEABLE = set(
-    "dataset latents data_root vae text_encoder tokenizer max_steps epochs lr batch accumulate grad_checkpoint kernels "
-    "compress_gradients peer_copies dtype channels_last save_steps keep_last keep_every val_steps val_images "
+    "dataset latents data_root vae text_encoder tokenizer max_steps minutes epochs lr batch accumulate grad_checkpoint "
+    "kernels compress_gradients peer_copies dtype channels_last save_steps keep_last keep_every val_steps val_images "
     "sample_steps sample_prompts sample_cfg log_steps max_skipped wandb".split()
 )
 TOO_MANY_SKIPPED = (
@@ -135,6 +138,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     g = p.add_argument_group("what to train")
     g.add_argument("--phase", required=True, help=f"row of PHASES, by name or number: {', '.join(PHASES)}")
     g.add_argument("--model", help=f"network preset: {', '.join(PRESETS)}")
+    g.add_argument("--unet", nargs="+", metavar="NAME=VALUE", help="change the preset's UNet: fields of UNetConfig, "
+                   "as in channels=192,384,576,768 context_dim=384 (default: the preset as it is)")  # fmt: skip
     g.add_argument("--init_from", help="start from these weights: checkpoint, run folder, or any SD 1.x file or folder "
                    "(default: random weights)")  # fmt: skip
     g.add_argument("--init_weights", choices=["same", "ema", "live"], default="same",
@@ -160,6 +165,9 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--epochs", type=float, help="passes over the data")
     g.add_argument("--max_steps", type=int, help="optimizer steps of the whole run, instead of --epochs; of the two, "
                    "the one given at --resume counts from then on (default: as --epochs says)")  # fmt: skip
+    g.add_argument("--minutes", type=float, help="time of training, instead of --epochs: the learning rate follows the "
+                   "clock, and a run that goes on counts what it has spent; not exact to the bit "
+                   "(default: as --epochs says)")  # fmt: skip
     g.add_argument("--stop_at", type=int, help="save and stop after this step; the schedule stays as planned "
                    "(default: the last step)")  # fmt: skip
     g.add_argument("--batch", type=int, help="images a GPU and micro-batch")
@@ -245,6 +253,8 @@ def resolve(args, saved: dict | None) -> dict:
         raise InputError(
             f"this run is of phase {saved['phase']}, and --phase {phase} was given; start it in another --out"
         )
+    if args.unet is not None:
+        args.unet = read_overrides(args.unet)
     for name in settings:
         value = getattr(args, name, None)
         if value is None or name == "phase":
@@ -257,10 +267,12 @@ def resolve(args, saved: dict | None) -> dict:
         settings[name] = value
     if settings["model"] not in PRESETS:
         raise InputError(f"--model wants one of {', '.join(PRESETS)}, found {settings['model']!r}")
-    if args.epochs is not None:
-        if args.max_steps is not None:
-            raise InputError("--epochs and --max_steps both say how long to train: give one of them")
-        settings["max_steps"] = None  # of the run's beginning
+    unet_config(settings)  # or what is wrong with it
+    ends = ("epochs", "max_steps", "minutes")
+    if given := [name for name in ends if getattr(args, name) is not None]:
+        if len(given) > 1:
+            raise InputError(f"--{given[0]} and --{given[1]} both say how long to train: give one of them")
+        settings |= {name: None for name in ends[1:] if name != given[0]}  # of the run's beginning
     if saved is None:  # runs begun before this rule may go on
         check_seed(settings["seed"])
         if settings["zero_terminal_snr"] and args.weighting is None:
@@ -284,6 +296,8 @@ def resolve(args, saved: dict | None) -> dict:
     for name in ("beta1", "beta2"):
         if not 0 <= settings[name] < 1:
             raise InputError(f"--{name} wants a number from 0 to below 1, found {settings[name]}")
+    if settings["minutes"] is not None and not 0 < settings["minutes"] < 1e6:
+        raise InputError(f"--minutes wants a positive number, found {settings['minutes']}")
     for name, value in (("max_steps", settings["max_steps"]), ("stop_at", args.stop_at), ("benchmark", args.benchmark)):
         if value is not None and value < 1:
             raise InputError(f"--{name} wants a positive number, found {value}")
@@ -308,11 +322,13 @@ def for_device(settings: dict, device: torch.device) -> dict:
     return settings
 
 
-def in_words(row: dict) -> str:
+def in_words(row: dict, course: Course) -> str:
     """A line of the log, for the progress bar."""
     loss = "none" if row["loss"] is None else f"{row['loss']:.4f}"
     mfu = f", MFU {row['mfu']:.1%}" if "mfu" in row else ""
-    return f"loss {loss}, lr {row['lr']:.1e}, {row['images_per_s']:.1f} img/s{mfu}"
+    wait = f", {row['data_wait']:.0%} of it waiting for data" if row["data_wait"] >= 0.01 else ""
+    clock = f"{course.seconds / 60:.1f} of {course.limit / 60:g} minutes, " if course.limit else ""
+    return f"{clock}loss {loss}, lr {row['lr']:.1e}, {row['images_per_s']:.1f} img/s{mfu}{wait}"
 
 
 def resume_command(argv: list[str]) -> str:
@@ -400,7 +416,7 @@ def main(argv=None):
         loader = loader_of(*sampled, 0, steps)
         return train_benchmark(args.benchmark, settings, denoiser, schedule, place, args.trace, loader, text_of, shapes)
     if args.dry_run:
-        return dry_run(out, settings, denoiser, text_encoder, plan, device) if place.first else None
+        return dry_run(out, settings, denoiser, text_encoder, plan, data.train, place) if place.first else None
     vae = vae_of_latents(settings, data.vae) if settings["sample_steps"] or settings["vae"] else None
     prompts = sample_prompts(settings, data.val if len(data.val) else data.train)
 
@@ -419,36 +435,37 @@ def main(argv=None):
     micro_steps = MicroSteps(model, text_of, schedule, settings, update, device, say, shapes)
     fixed = fixed_batches(data.val, data.train, settings, schedule.steps, say)
     say(f"settings: {json.dumps(settings)}")
-    say(f"{settings['phase']}: {plan.total:,} steps of {plan.global_batch} images ({world} x {settings['batch']} x "
-        f"{settings['accumulate']}), {plan.epochs:.2f} epochs; UNet {count_parameters(unet)[1]:,} parameters; "
+    say(f"{settings['phase']}: {plan.length(settings)} ({world} x {settings['batch']} x {settings['accumulate']}); "
+        f"UNet {count_parameters(unet)[1]:,} parameters; "
         f"{device}, {settings['dtype']}; from step {progress.step:,}")  # fmt: skip
 
     stop, peak = stop_on_signals(), peak_flops(device)
     flops = 3 * mean_flops(unet.config, data.train) if peak else None
-    loader = loader_of(*sampled, plan.first, plan.end)
-    bar = tqdm(total=plan.total, initial=plan.first, disable=not place.first, unit="step", dynamic_ncols=True,
-               mininterval=1.0)  # fmt: skip
+    loader, course = loader_of(*sampled, plan.first, plan.end), Course(plan, settings, progress.seconds)
+    bar = tqdm(total=None if course.limit else plan.total, initial=plan.first, disable=not place.first, unit="step",
+               dynamic_ncols=True, mininterval=1.0)  # fmt: skip
     try:
-        while progress.step < plan.end:
+        while progress.step < plan.end and not course.over(progress.step):
             # One optimizer step: the gradients of the mean loss over the global batch, however it is cut.
-            lr = lr_at(progress.step, plan.total, settings)
+            lr = course.lr(progress.step)
             if unet.config.dropout:
                 key = [settings["seed"], progress.step, rank]
                 torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
-            stats = torch.zeros(1 + 2 * BINS, device=device)  # stop flag, losses and counts by timestep bin
+            stats = torch.zeros(2 + 2 * BINS, device=device)  # stop flag, time, losses and counts by timestep bin
             for a in range(settings["accumulate"]):
                 batch = loader.next()
+                progress.window.waited(loader.waited)
                 losses = micro_steps(batch, first=a == 0, last=a == settings["accumulate"] - 1)
                 bins = F.one_hot(batch.t * BINS // schedule.steps, BINS).float()  # [B, BINS]
-                stats[1 : 1 + BINS] += losses @ bins
-                stats[1 + BINS :] += bins.sum(dim=0)
+                stats[2 : 2 + BINS] += losses @ bins
+                stats[2 + BINS :] += bins.sum(dim=0)
                 progress.seen += batch.seen
             limit = clip_limit(settings, progress.mean_norm)
             norm = update(lr, limit, ema_decay(settings["ema"], progress.updates))
-            stats[0] = float(stop.is_set())
+            stats[0], stats[1] = float(stop.is_set()), course.now() if rank == 0 else 0.0
             if world > 1:
                 dist.all_reduce(stats)
-            norm, (stopping, *sums) = norm.item(), stats.tolist()  # the step's one wait for the device
+            norm, (stopping, course.seconds, *sums) = norm.item(), stats.tolist()  # the step's one wait for the device
             if not progress.advance(norm, limit, sums):  # the same on all ranks
                 update.skipped()
                 say(f"\nwarning: step {progress.step} skipped, its gradients are not finite "
@@ -460,10 +477,12 @@ def main(argv=None):
 
             # What is due after it: a line of the log, validation, pictures, a checkpoint.
             step = progress.step
-            done = step == plan.end or stopping
+            over = course.over(step)
+            done = step == plan.end or over or stopping
+            progress.seconds = course.seconds if course.limit else None
             logging, saving = step % settings["log_steps"] == 0, done or step % settings["save_steps"] == 0
             validating, painting = (
-                settings[n] and (step % settings[n] == 0 or step == plan.total) for n in ("val_steps", "sample_steps")
+                settings[n] and (step % settings[n] == 0 or over) for n in ("val_steps", "sample_steps")
             )
             if logging or saving:
                 seen = sum_over_ranks(progress.seen, device, world)
@@ -471,7 +490,7 @@ def main(argv=None):
                 row = progress.window.row(step, plan.global_batch, plan.order.epoch_size, lr) | {"seen": f"{seen:016x}"}
                 if peak:
                     row["mfu"] = row["images_per_s"] / world * flops / peak
-                bar.set_postfix_str(in_words(row))
+                bar.set_postfix_str(in_words(row, course))
                 if folder:
                     folder.log.write("log.jsonl", row)
                 progress.window = Window()
@@ -501,12 +520,12 @@ def main(argv=None):
             folder.saver.wait()
     if folder:
         folder.close()
-        if progress.step < plan.total:
+        if not course.over(progress.step):
             command = resume_command(sys.argv[1:] if argv is None else argv)
-            say(f"stopped after step {progress.step:,} of {plan.total:,}; go on with:\n  {command}")
+            say(f"stopped after step {progress.step:,} of {course.whole}; go on with:\n  {command}")
         elif not folder.saver.failed_last:
-            images = plan.total * plan.global_batch
-            say(f"done: {plan.total:,} steps, {images:,} images; {out}/checkpoints/step_{progress.step:08d}")
+            images = progress.step * plan.global_batch
+            say(f"done: {progress.step:,} steps, {images:,} images; {out}/checkpoints/step_{progress.step:08d}")
     if world > 1:
         dist.barrier()
         # DDP goes first. Were it the group's last owner, its destructor would wait, with Python's lock in hand, for

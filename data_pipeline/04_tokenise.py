@@ -7,7 +7,9 @@
 
 Writes 00000.parquet for 00000.tar, and manifest.json. Columns: image_key (<source>/<shard>/<key>), input_ids (L int32:
 start, text, end, padding; longer text is cut and still ends with the end token), caption, and url, width, height,
-similarity, aesthetic, pwatermark, punsafe, sha256 where the metadata has them. --keep takes what 02_filter.py wrote:
+similarity, aesthetic, pwatermark, punsafe, sha256 where the metadata has them. Where a picture's JSON has `captions`, a
+list of texts, they follow its caption, each once, as more_captions and more_input_ids, and a text `split` is kept too:
+files in which no picture has these lack the columns. --keep takes what 02_filter.py wrote:
 rows are matched by shard and key where it has a `key` column, else by URL. The source is the name of the folder above
 `images`, or --source. Captions are UTF-8 (or UTF-16 with its mark), or in --caption_encoding. Left out and counted by
 reason: not_kept, empty_caption, caption_encoding, no_image, and what is wrong with a tar (cut_tar, hidden, ...). Run
@@ -24,6 +26,7 @@ import _path  # noqa: F401
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import tokenizers
 
 from sd import usertext
 from sd.cli import parser
@@ -43,7 +46,15 @@ from sd.files import (
 from sd.metadata import find_column, finished_counts, metadata_value
 from sd.pictures import Reject
 from sd.shards import caption_of, image_key, iter_samples, list_shards, source_of
-from sd.text import add_encoding_argument, clean_text, load_tokenizer, text_length, tokenize, tokenizer_hash
+from sd.text import (
+    add_encoding_argument,
+    clean_text,
+    fast_tokenizer,
+    load_tokenizer,
+    text_length,
+    tokenize,
+    tokenizer_hash,
+)
 from sd.workers import check_workers, parallel, progress
 
 BATCH_CAPTIONS = 4096
@@ -56,13 +67,30 @@ METADATA = {
     "pwatermark": pa.float32(),
     "punsafe": pa.float32(),
     "sha256": pa.string(),
+    "split": pa.string(),
 }
+IF_ANY = ("split", "more_captions", "more_input_ids")  # columns of those files alone in which a row has a value
 
 
 @functools.lru_cache(maxsize=1)
-def open_tokenizer(path: str):
-    """The tokenizer, loaded once a process."""
-    return load_tokenizer(path)
+def encoder_of(path: str, fast: str, max_length: int):
+    """A function from captions to ids int32 [N, L] and to how many captions were cut. The tokenizer is loaded once a
+    process: from `fast`, what fast_tokenizer gave of it, and only where that is '' from its path, with transformers."""
+    if not fast:
+        tokenizer = load_tokenizer(path, max_length)
+
+        def encode(captions: list[str]) -> tuple[np.ndarray, int]:
+            ids, length = tokenize(tokenizer, captions), text_length(tokenizer)
+            return ids, sum(len(row) > length for row in tokenizer(captions, verbose=False)["input_ids"])
+
+        return encode
+    tokenizer = tokenizers.Tokenizer.from_str(fast)
+
+    def encode(captions: list[str]) -> tuple[np.ndarray, int]:
+        encodings = tokenizer.encode_batch_fast(captions)
+        return np.array([e.ids for e in encodings], np.int32), sum(bool(e.overflowing) for e in encodings)
+
+    return encode
 
 
 def kept_keys(path: Path) -> set[str] | None:
@@ -97,7 +125,7 @@ def metadata_row(metadata: dict) -> dict:
     """The columns of METADATA from a sample's JSON; None where it has none or one of another type."""
     row = {}
     for name, kind in METADATA.items():
-        value = metadata.get(name) if name == "sha256" else metadata_value(metadata, name)
+        value = metadata.get(name) if name in ("sha256", "split") else metadata_value(metadata, name)
         if pa.types.is_string(kind):
             row[name] = clean_text(value) if isinstance(value, str) else None
         else:
@@ -106,77 +134,101 @@ def metadata_row(metadata: dict) -> dict:
     return row
 
 
-def caption_or_reason(sample: dict, counts: Counter) -> str:
-    """A sample's caption; '' if it has none that can be read, for which the reason is counted."""
+def captions_or_reason(sample: dict, counts: Counter) -> list[str]:
+    """A sample's captions, each once: its caption, then the texts of the list `captions` in its JSON. Empty if there is
+    none that can be read, for which the reason is counted."""
     try:
         caption = caption_of(sample)
     except Reject as reject:
         counts[reject.reason] += 1
-        return ""
-    if not caption:
+        return []
+    listed = sample["json"].get("captions")
+    texts = [clean_text(text).strip() for text in listed if isinstance(text, str)] if isinstance(listed, list) else []
+    captions = [text for text in dict.fromkeys([caption, *texts]) if text]
+    if not captions:
         counts["empty_caption"] += 1
-    return caption
+    return captions
 
 
 def tokenise_shard(
     tar: Path,
     target: Path,
     tokenizer_path: str,
+    fast: str,
+    padding: int,
+    ends_with_padding: bool,
     source: str,
     keep: Path | None,
     by_key: bool,
     notes: dict,
     encoding: str | None = None,
 ) -> Counter:
-    """Writes one parquet; returns the counts: rows, tokens (without padding), truncated, and what was left out."""
-    tokenizer = open_tokenizer(tokenizer_path)
-    length = text_length(tokenizer)
+    """Writes one parquet; returns the counts: rows, more_captions (if any), tokens (without padding), truncated, and
+    what was left out. padding: its id, which is also that of a text's end where ends_with_padding."""
+    length = notes["max_length"]
+    encode = encoder_of(tokenizer_path, fast, length)
     keys = kept_keys(keep / f"{tar.stem}.parquet") if keep and by_key else None
     urls = kept_urls(keep) if keep and not by_key else None
     ids_type = pa.list_(pa.int32(), length)
-    schema = pa.schema({"image_key": pa.string(), "input_ids": ids_type, "caption": pa.string(), **METADATA})
+    schema = pa.schema(
+        {"image_key": pa.string(), "input_ids": ids_type, "caption": pa.string(), **METADATA}
+        | {"more_captions": pa.list_(pa.string()), "more_input_ids": pa.list_(ids_type)}
+    )
     counts, rejects = Counter(), Counter()
 
-    def write(rows: list[dict]) -> None:
-        captions = [row["caption"] for row in rows]
-        ids = tokenize(tokenizer, captions)
-        full = np.flatnonzero(ids[:, -2] != tokenizer.pad_token_id)  # these may have been cut
-        whole = tokenizer([captions[i] for i in full], verbose=False)["input_ids"] if len(full) else []
-        counts["rows"] += len(rows)
-        counts["truncated"] += sum(len(row) > length for row in whole)
-        counts["tokens"] += int((ids != tokenizer.pad_token_id).sum())
-        if (
-            tokenizer.pad_token_id == tokenizer.eos_token_id
-        ):  # the end of each row counts, the padding after it does not
-            counts["tokens"] += len(rows)
-        columns = [pa.array([row[name] for row in rows], kind) for name, kind in METADATA.items()]
-        images = pa.array([row["image_key"] for row in rows], pa.string())
-        lists = pa.FixedSizeListArray.from_arrays(pa.array(ids.reshape(-1)), type=ids_type)
-        writer.write_batch(pa.record_batch([images, lists, pa.array(captions, pa.string()), *columns], schema=schema))
+    def batch_of(rows: list[dict]) -> pa.RecordBatch:
+        captions = [caption for row in rows for caption in row["captions"]]
+        ids, truncated = encode(captions)
+        counts.update(rows=len(rows), truncated=truncated)
+        if len(captions) > len(rows):
+            counts["more_captions"] += len(captions) - len(rows)
+        counts["tokens"] += int((ids != padding).sum())
+        if ends_with_padding:  # the end of each text counts, the padding after it does not
+            counts["tokens"] += len(captions)
+        more = np.array([len(row["captions"]) - 1 for row in rows])
+        first = np.zeros(len(captions), bool)
+        first[np.cumsum(more + 1) - more - 1] = True
+        offsets = pa.array(np.concatenate([[0], np.cumsum(more)]), pa.int32())
+        columns = {name: pa.array([row[name] for row in rows], kind) for name, kind in METADATA.items()}
+        columns["image_key"] = pa.array([row["image_key"] for row in rows], pa.string())
+        columns["caption"] = pa.array([row["captions"][0] for row in rows], pa.string())
+        columns["input_ids"] = pa.FixedSizeListArray.from_arrays(pa.array(ids[first].reshape(-1)), type=ids_type)
+        further = pa.array([caption for row in rows for caption in row["captions"][1:]], pa.string())
+        columns["more_captions"] = pa.ListArray.from_arrays(offsets, further)
+        further = pa.FixedSizeListArray.from_arrays(pa.array(ids[~first].reshape(-1)), type=ids_type)
+        columns["more_input_ids"] = pa.ListArray.from_arrays(offsets, further)
+        return pa.record_batch([columns[name] for name in schema.names], schema=schema)
 
+    batches: list[pa.RecordBatch] = []
+    rows: list[dict] = []
+    for key, sample in iter_samples(tar, rejects, images=False, encoding=encoding):
+        if sample["ext"] is None:
+            counts["no_image"] += 1
+        elif keys is not None and key not in keys:
+            counts["not_kept"] += 1
+        elif urls is not None and metadata_value(sample["json"], "url") not in urls:
+            counts["not_kept"] += 1
+        elif captions := captions_or_reason(sample, counts):
+            name = image_key(source, tar.stem, key)
+            rows.append({"image_key": name, "captions": captions, **metadata_row(sample["json"])})
+        if len(rows) == BATCH_CAPTIONS:
+            batches.append(batch_of(rows))
+            rows = []
+    if rows:
+        batches.append(batch_of(rows))
+    counts.update(rejects)
+    used = [name for name in schema.names if name not in IF_ANY or any(map(has_value, (b[name] for b in batches)))]
     with atomic_path(target) as temporary:
-        with pq.ParquetWriter(temporary, schema) as writer:
-            rows: list[dict] = []
-            for key, sample in iter_samples(tar, rejects, images=False, encoding=encoding):
-                if sample["ext"] is None:
-                    counts["no_image"] += 1
-                elif keys is not None and key not in keys:
-                    counts["not_kept"] += 1
-                elif urls is not None and metadata_value(sample["json"], "url") not in urls:
-                    counts["not_kept"] += 1
-                elif not (caption := caption_or_reason(sample, counts)):
-                    continue
-                else:
-                    name = image_key(source, tar.stem, key)
-                    rows.append({"image_key": name, "caption": caption, **metadata_row(sample["json"])})
-                if len(rows) == BATCH_CAPTIONS:
-                    write(rows)
-                    rows = []
-            if rows:
-                write(rows)
-            counts.update(rejects)
+        with pq.ParquetWriter(temporary, pa.schema([schema.field(name) for name in used])) as writer:
+            for batch in batches:
+                writer.write_batch(batch.select(used))
             writer.add_key_value_metadata({"counts": json.dumps(counts), "notes": json.dumps(notes)})
     return counts
+
+
+def has_value(column: pa.Array) -> bool:
+    """Whether a row of a column has a text, or a list with something in it."""
+    return bool(len(column.flatten()) if pa.types.is_list(column.type) else column.null_count < len(column))
 
 
 def main() -> None:
@@ -189,6 +241,8 @@ def main() -> None:
 
     g = p.add_argument_group("captions")
     g.add_argument("--tokenizer", default="openai/clip-vit-large-patch14", help="folder or hub name")
+    g.add_argument("--max_length", type=int, metavar="N", help="ids of a caption, start and end included; the rest is "
+                   "cut off (default: as many as the tokenizer takes, at most 77)")  # fmt: skip
     add_encoding_argument(g)
 
     g = p.add_argument_group("running")
@@ -205,7 +259,7 @@ def main() -> None:
             f"the tars belong to several sources ({', '.join(sorted(sources))}): run once for each, or --source"
         )
     source = sources.pop()
-    tokenizer = open_tokenizer(args.tokenizer)
+    tokenizer = load_tokenizer(args.tokenizer, args.max_length)
     by_key = keep_by_key(args.keep) if args.keep else False
     settings = {
         "source": source,
@@ -222,25 +276,28 @@ def main() -> None:
     refuse_strangers(out, ".parquet", {target.name for target in targets.values()})
 
     all_kept = sorted(args.keep.glob("*.parquet")) if args.keep else []
+    padding, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+    how = args.tokenizer, fast_tokenizer(tokenizer), padding, padding == end
     jobs, total = [], Counter()
     for tar, target in targets.items():
         kept = [path for path in all_kept if path.stem == tar.stem] if by_key else all_kept
         notes = {"input": fingerprint(tar, *kept), **settings}
         counts = finished_counts(target, notes, "counts")
         if counts is None:
-            jobs.append((tar, target, args.tokenizer, source, args.keep, by_key, notes, args.caption_encoding))
+            jobs.append((tar, target, *how, source, args.keep, by_key, notes, args.caption_encoding))
         else:
             total.update(counts)
     start, tokens, captions = time.perf_counter(), 0, 0
     with progress(len(jobs), "04_tokenise.py", "shard") as bar:
         for counts in parallel(tokenise_shard, jobs, args.workers):
             total.update(counts)
-            tokens, captions = tokens + counts["tokens"], captions + counts["rows"]
+            tokens, captions = tokens + counts["tokens"], captions + counts["rows"] + counts["more_captions"]
             bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):,.0f} tokens/s", refresh=False)
             bar.update()
     seconds = time.perf_counter() - start
 
     rows, tokens_in_all, truncated = (total.pop(name, 0) for name in ("rows", "tokens", "truncated"))
+    captions_in_all = rows + total.pop("more_captions", 0)
     manifest = {
         "script": "04_tokenise.py",
         "settings": settings,
@@ -248,6 +305,7 @@ def main() -> None:
         **{name: settings[name] for name in ("source", "tokenizer_hash", "max_length", "vocab_size")},
         "shards": {target.name: pq.read_metadata(target).num_rows for target in targets.values()},
         "rows": rows,
+        **({"captions": captions_in_all} if captions_in_all > rows else {}),
         "tokens": tokens_in_all,
         "truncated": truncated,
         "left_out": {reason: count for reason, count in sorted(total.items()) if count},
@@ -259,7 +317,8 @@ def main() -> None:
     write_manifest(out, manifest)
     if jobs:
         print(f"{captions:,} captions now, {tokens / seconds:,.0f} tokens/s, {captions / seconds:,.0f} captions/s")
-    print(f"{rows:,} captions of {source}, {truncated / max(rows, 1):.2%} cut at {settings['max_length']} ids: {out}")
+    cut = f"{truncated / captions_in_all:.2%} cut at {settings['max_length']} ids"
+    print(f"{captions_in_all:,} captions of {source}, {cut}: {out}")
     print(f"left out: {counted(total)}")
     if unreadable := total["caption_encoding"]:
         print(f"note: {unreadable:,} captions are not UTF-8: name their encoding with {usertext.FLAG} NAME")

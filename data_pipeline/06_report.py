@@ -585,7 +585,7 @@ def draw_source(folder: Path, args: argparse.Namespace) -> str:
     figures = {
         "pictures": (manifests["images"] or {}).get("pictures"),
         "kept by the filter": (manifests["filtered"] or {}).get("kept"),
-        "captions as tokens": (tokens or {}).get("rows"),
+        "captions as tokens": (tokens or {}).get("captions", (tokens or {}).get("rows")),
         "to train on": counts.get("train"),
         "held out": counts.get("val"),
         "with latents": (manifests["latents"] or {}).get("pictures"),
@@ -596,7 +596,8 @@ def draw_source(folder: Path, args: argparse.Namespace) -> str:
     charts = "".join(draw_histogram(histogram) for histogram in histograms.values())
     read = absent(f"Over the {rows:,} rows of {step}/." if rows else "There are no rows to look at.")
     if tokens:
-        cut = f"{tokens['truncated']:,} of {tokens['rows']:,} captions ({percent(tokens['truncated'], tokens['rows'])})"
+        captions = tokens.get("captions", tokens["rows"])
+        cut = f"{tokens['truncated']:,} of {captions:,} captions ({percent(tokens['truncated'], captions)})"
         cut = (
             f"<p>{cut} are longer than {tokens['max_length']} ids and were cut; {tokens['tokens']:,} tokens in all.</p>"
         )

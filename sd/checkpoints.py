@@ -257,6 +257,7 @@ class Progress:
     seen: int = 0  # sum modulo 2^64 of seen_hash, this rank's share
     lineage: list[dict] = field(default_factory=list)  # the phases up to this one
     window: Window = field(default_factory=Window)  # of the log
+    seconds: float | None = None  # spent in training, where --minutes ends it
 
     def advance(self, norm: float, limit: float, sums: list[float]) -> bool:
         """One step on: whether it was taken. A step whose gradients' norm is not finite counts and is skipped. limit:
@@ -273,10 +274,12 @@ class Progress:
 
     def state(self) -> dict:
         """For state.json; `seen` is to be the sum over ranks there."""
-        return {"step": self.step, "ema_updates": self.updates, "skipped": self.skipped, "mean_norm": self.mean_norm,
-                "seen": self.seen, "lineage": copy.deepcopy(self.lineage), "window": self.window.state()}  # fmt: skip
+        state = {"step": self.step, "ema_updates": self.updates, "skipped": self.skipped, "mean_norm": self.mean_norm,
+                 "seen": self.seen, "lineage": copy.deepcopy(self.lineage), "window": self.window.state()}  # fmt: skip
+        return state if self.seconds is None else state | {"seconds": self.seconds}
 
     @classmethod
     def resumed(cls, saved: dict, rank: int) -> "Progress":
-        return cls(saved["step"], saved["ema_updates"], saved["skipped"], saved["mean_norm"],
-                   saved["seen"] if rank == 0 else 0, saved["lineage"], Window(saved["window"]))  # fmt: skip
+        seen = saved["seen"] if rank == 0 else 0
+        return cls(saved["step"], saved["ema_updates"], saved["skipped"], saved["mean_norm"], seen, saved["lineage"],
+                   Window(saved["window"]), saved.get("seconds"))  # fmt: skip

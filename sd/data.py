@@ -10,6 +10,7 @@ import json
 import math
 import queue
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -60,7 +61,24 @@ class Generators:
         return self.random
 
 
-STREAM_SAMPLE, STREAM_EPOCH, STREAM_SOURCE, STREAM_FLIP, STREAM_VALIDATION = 0, 1, 2, 3, 1 << 20
+def uniforms(seed: int, stream: int, positions: np.ndarray) -> np.ndarray:
+    """A number in [0, 1) for each position, float64 [B], for what one draw of 53 bits decides: of all positions at
+    once, in a fraction of the time that a generator each takes. Two rounds of SplitMix64 (Steele et al. 2014), the
+    first on seed and stream, the second on its sum with the position."""
+    key = np.array([(seed & 0xFFFFFFFF) | (stream & 0xFFFFFFFF) << 32], np.uint64)
+    return (_mixed(_mixed(key) + np.asarray(positions).astype(np.uint64)) >> np.uint64(11)) * 2.0**-53
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's output for states x, uint64, which count modulo 2^64."""
+    x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+STREAM_SAMPLE, STREAM_EPOCH, STREAM_SOURCE, STREAM_FLIP, STREAM_CAPTION = range(5)
+STREAM_VALIDATION = 1 << 20
 
 
 class Source(NamedTuple):
@@ -119,8 +137,10 @@ def check_count(folder: Path, what: str, found: int, told: int):
         raise InputError(f"the manifest of {folder} tells of {told:,} {what}, and {found:,} are there; make them again")
 
 
-def read_split(folder: Path, split: str) -> tuple[pa.ChunkedArray, np.ndarray, pa.ChunkedArray]:
-    """image_key, input_ids [N, L] and caption of one split of an Arrow dataset, memory-mapped."""
+def read_split(folder: Path, split: str) -> tuple[pa.ChunkedArray, np.ndarray, np.ndarray | None, pa.ChunkedArray]:
+    """Of one split of an Arrow dataset, memory-mapped: image_key; token ids [M, L] of all captions, those of one
+    picture beside each other, its first one first; how many captions each picture has, int [N], or None where each has
+    one (M = N); and the first captions."""
     try:
         state = json.loads((folder / split / "state.json").read_text())
         tables = [
@@ -134,18 +154,45 @@ def read_split(folder: Path, split: str) -> tuple[pa.ChunkedArray, np.ndarray, p
     except (TypeError, AttributeError):
         raise InputError(f"{folder / split / 'state.json'} is damaged; run data_pipeline/05 again") from None
     if not tables:  # a split without rows may have no file
-        return pa.chunked_array([], pa.string()), np.zeros((0, 1), np.uint16), pa.chunked_array([], pa.string())
+        return pa.chunked_array([], pa.string()), np.zeros((0, 1), np.uint16), None, pa.chunked_array([], pa.string())
     with reading(folder / split, "run data_pipeline/05 again"):
-        table = pa.concat_tables(tables).select(["image_key", "input_ids", "caption"])
+        names = ["image_key", "input_ids", "caption"]
+        names += [name for name in ("more_input_ids",) if name in tables[0].column_names]
+        table = pa.concat_tables(tables).select(names)
         if not pa.types.is_integer(getattr(table["input_ids"].type, "value_type", pa.null())):
             raise ValueError(f"input_ids are {table['input_ids'].type}, not lists of whole numbers")
         if empty := [name for name in table.column_names if table[name].null_count]:
             raise ValueError(f"column {empty[0]} has nulls")
-        if any(name != "input_ids" and table[name].type != pa.string() for name in table.column_names):
+        if any(table[name].type != pa.string() for name in ("image_key", "caption")):
             raise ValueError("image_key and caption are not texts")
-    ids = [np.asarray(c.flatten()).reshape(len(c), -1) for c in table["input_ids"].chunks if len(c)]
-    ids = np.concatenate(ids) if ids else np.zeros((0, 1), np.int32)  # Split gives it the others' width
-    return table["image_key"], ids.astype(np.uint16 if ids.max(initial=0) < 1 << 16 else np.int32), table["caption"]
+        ids, counts = _ids(table["input_ids"]), None
+        if "more_input_ids" in names:
+            ids, counts = _with_more(ids, table["more_input_ids"])
+    ids = ids.astype(np.uint16 if ids.max(initial=0) < 1 << 16 else np.int32)
+    return table["image_key"], ids, counts, table["caption"]
+
+
+def _ids(lists: pa.ChunkedArray) -> np.ndarray:
+    """Lists of equally many whole numbers as one array [N, L]."""
+    ids = [np.asarray(c.flatten()).reshape(len(c), -1) for c in lists.chunks if len(c)]
+    return np.concatenate(ids) if ids else np.zeros((0, 1), np.int32)  # Split gives it the others' width
+
+
+def _with_more(ids: np.ndarray, more: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray | None]:
+    """First ids [N, L] and N lists of further ones as read_split gives them: all [M, L], and counts [N] or None."""
+    if not pa.types.is_integer(getattr(getattr(more.type, "value_type", None), "value_type", pa.null())):
+        raise ValueError(f"more_input_ids are {more.type}, not lists of lists of whole numbers")
+    counts = 1 + pc.list_value_length(more).to_numpy().astype(np.int64)
+    if len(ids) == counts.sum():
+        return ids, None
+    further = _ids(pa.chunked_array([c.flatten() for c in more.chunks]))
+    if further.shape != (counts.sum() - len(ids), ids.shape[1]):
+        raise ValueError("more_input_ids are not as long as input_ids")
+    every = np.empty((counts.sum(), ids.shape[1]), ids.dtype)
+    is_first = np.zeros(len(every), bool)
+    is_first[np.cumsum(counts) - counts] = True
+    every[is_first], every[~is_first] = ids, further
+    return every, counts
 
 
 class LatentStore:
@@ -229,15 +276,17 @@ class Split:
 
     shard, row: int32 [N, 2], where the latent of a picture lies and where that of its mirror image, which is found by
     its key; the picture's own again where there is none. shapes: those of latents; shape: int [N], which of them.
+    ids: [M, L], of all captions, picture after picture; first: int64 [N + 1], where each picture's begin, or None where
+    each has one. captions: the first of each.
     """
 
     def __init__(self, sources: list[Source], stores: list[LatentStore], split: str, fraction: float):
-        self.arrays, ids, shard, row, keys, captions, self.sizes = [], [], [], [], [], [], []
+        self.arrays, ids, counts, shard, row, keys, captions, self.sizes = [], [], [], [], [], [], [], []
         self.moments = stores[0].manifest["kind"] == "moments"
         self.missing, self.unreadable = 0, sum(s.unreadable for s in stores)
         self.flipped = any(s.manifest.get("flip") for s in stores)  # are there latents of mirror images?
         for source, store in zip(sources, stores):
-            key, token_ids, caption = read_split(source.dataset, split)
+            key, token_ids, count, caption = read_split(source.dataset, split)
             told = read_manifest(source.dataset, "the dataset", ("counts",))["counts"].get(split, 0)
             check_count(source.dataset, f"{split} rows", len(key), told)
             plain = mirrored = pc.index_in(key, store.keys).combine_chunks()
@@ -250,7 +299,10 @@ class Split:
                 order = np.argsort(rank, kind="stable")[: source.cap]
                 kept = np.sort(kept[order[rank[order] < fraction]])
             at = np.stack([plain.take(kept), pc.coalesce(mirrored, plain).take(kept)], axis=1)
-            ids.append(token_ids[kept])
+            counts.append(None if count is None else count[kept])
+            ids.append(
+                token_ids[kept] if count is None else token_ids[_runs((np.cumsum(count) - count)[kept], count[kept])]
+            )
             shard.append((store.shard[at] + len(self.arrays)).astype(np.int32))
             row.append(store.row[at].astype(np.int32))
             keys.append(key.take(kept))
@@ -263,6 +315,10 @@ class Split:
                 f"the sources' token ids differ in length: {[a.shape[1] for a in ids]}; tokenise them alike"
             )
         self.ids, self.shard, self.row = np.concatenate(ids), np.concatenate(shard), np.concatenate(row)
+        self.first = None
+        if len(self.ids) > len(self.shard):
+            counts = [np.ones(n, np.int64) if c is None else c for c, n in zip(counts, self.sizes)]
+            self.first = np.cumsum(np.concatenate([np.zeros(1, np.int64), *counts]))
         self.shapes = sorted({a.shape[1:] for a in self.arrays})
         of_array = np.array([self.shapes.index(a.shape[1:]) for a in self.arrays], int)
         self.shape = of_array[self.shard[:, 0]]
@@ -270,11 +326,19 @@ class Split:
                                     for parts in (keys, captions))  # fmt: skip
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.shard)
+
+    def token_ids(self, index: np.ndarray, turn: np.ndarray | float = 0.0) -> np.ndarray:
+        """Ids int64 [B, L] of one caption of each of these pictures. turn: which one, from 0, the first, to below 1; a
+        number, or float [B]."""
+        if self.first is not None:
+            begin = self.first[index]
+            index = begin + (turn * (self.first[index + 1] - begin)).astype(np.int64)
+        return self.ids[index].astype(np.int64)
 
     def digest(self, sampled: int = 256) -> tuple[str, str]:
-        """sha256 of the pictures' keys and token ids in their order; and of `sampled` stored latents, evenly spaced.
-        To read all of them would take as long as an epoch's reading."""
+        """sha256 of the pictures' keys and all captions' token ids in their order; and of `sampled` stored latents,
+        evenly spaced. To read all of them would take as long as an epoch's reading."""
         pictures, lengths, latents = (hashlib.sha256() for _ in range(3))
         for chunk in self.keys.chunks:
             if len(chunk):
@@ -283,6 +347,8 @@ class Split:
                 pictures.update(chunk.buffers()[2][int(at[0]) : int(at[-1])])
         pictures.update(lengths.digest() + f"{self.sizes} {self.ids.shape[1:]} {self.ids.dtype}".encode())
         pictures.update(np.ascontiguousarray(self.ids))
+        if self.first is not None:
+            pictures.update(self.first)
         for i in np.unique(np.linspace(0, len(self) - 1, min(sampled, len(self))).astype(int)):
             shard, row = self.shard[i, 0], self.row[i, 0]
             latents.update(np.ascontiguousarray(self.arrays[shard][row]))
@@ -295,6 +361,11 @@ class Split:
         for i, (s, r) in enumerate(zip(shard, row)):
             out[i] = self.arrays[s][r]
         return out
+
+
+def _runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """starts[0], starts[0] + 1, ... (counts[0] numbers), then those from starts[1], and so on: int64."""
+    return np.arange(counts.sum()) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
 
 
 class SampleOrder:
@@ -413,7 +484,8 @@ def make_batch(
     offset: float = 0.0,
 ) -> Batch:
     """The samples at these global positions. Each draws from its own generator, always in the same sequence. Whether a
-    picture is mirrored (where its mirror image has a latent) is drawn from another, so that the rest is as without.
+    picture is mirrored (where its mirror image has a latent), and which of its captions it is shown with (where it has
+    several), is drawn from others, so that the rest is as without.
 
     drop: probability that a caption is replaced by null_ids [L], those of ""; steps: timesteps of the noise schedule;
     offset: standard deviation of a noise that is constant over each channel, added to the noise (Guttenberg 2023,
@@ -424,7 +496,8 @@ def make_batch(
     if split.flipped:
         coins = Generators(seed, STREAM_FLIP)
         mirrored = np.array([coins.at(int(p)).integers(2) for p in positions])
-    stored, ids = split.latents(index, mirrored), split.ids[index].astype(np.int64)
+    turn = uniforms(seed, STREAM_CAPTION, positions) if split.first is not None else 0.0
+    stored, ids = split.latents(index, mirrored), split.token_ids(index, turn)
     z = stored.shape[1] // 2 if split.moments else stored.shape[1]
     latents, t = stored[:, :z].copy(), np.empty(len(index), np.int64)
     noise, seen, keys = np.empty_like(latents), 0, split.keys.take(pa.array(index)).to_pylist()
@@ -466,7 +539,7 @@ def validation_batches(split: Split, count: int, name: str, seed: int, steps: in
         own, latents = own[finite], latents[finite]
         latents = latents[:, : latents.shape[1] // 2 if split.moments else latents.shape[1]].copy()
         noise = np.stack([generator(seed, stream, 1 + i).standard_normal(latents.shape[1:], np.float32) for i in own])
-        arrays = latents, noise, t[own], split.ids[index[own]].astype(np.int64)
+        arrays = latents, noise, t[own], split.token_ids(index[own])
         batches.append(Batch(*(torch.from_numpy(a) for a in arrays)))
     return batches
 
@@ -476,6 +549,7 @@ class Prefetcher:
 
     def __init__(self, make, positions, device: torch.device, depth: int = 4):
         self._queue, self._stop, self._device = queue.Queue(depth), threading.Event(), device
+        self.waited = 0.0  # seconds that the last call of next() waited
         self._thread = threading.Thread(target=self._work, args=(make, positions), daemon=True)
         self._thread.start()
 
@@ -496,7 +570,9 @@ class Prefetcher:
                 return self._queue.put(item, timeout=0.1)
 
     def next(self) -> Batch:
+        started = time.perf_counter()
         item = self._queue.get()
+        self.waited = time.perf_counter() - started
         if isinstance(item, Exception):
             raise item
         return item.map(lambda x: x.to(self._device, non_blocking=True))

@@ -21,11 +21,15 @@ class Window:
     def __init__(self, state: dict | None = None):
         zeros = {"losses": [0.0] * BINS, "counts": [0.0] * BINS, "norm": 0.0, "steps": 0, "skipped": 0}
         self.values = state or zeros
-        self._started, self._timed = time.perf_counter(), 0
+        self._started, self._timed, self._waited = time.perf_counter(), 0, 0.0
 
     def state(self) -> dict:
         """A copy, which later steps do not change."""
         return copy.deepcopy(self.values)
+
+    def waited(self, seconds: float):
+        """For the loader's next batch, with the device idle."""
+        self._waited += seconds
 
     def add(self, sums: list[float], norm: float, skipped: bool):
         """sums: of losses, then of counts, by timestep bin, over the step's global batch."""
@@ -40,8 +44,9 @@ class Window:
 
     def row(self, step: int, global_batch: int, epoch_size: int, lr: float) -> dict:
         """The line of log.jsonl. loss: weighted, mean over the window's samples; bins: the same by timestep. None where
-        there is nothing to take the mean of, as when all steps were skipped."""
+        there is nothing to take the mean of, as when all steps were skipped. data_wait: share of the time, 0 to 1."""
         v, taken, count = self.values, self.values["steps"] - self.values["skipped"], sum(self.values["counts"])
+        seconds = time.perf_counter() - self._started
         return {
             "step": step,
             "images": step * global_batch,
@@ -50,7 +55,8 @@ class Window:
             "lr": lr,
             "grad_norm": v["norm"] / taken if taken else None,
             "skipped": v["skipped"],
-            "images_per_s": self._timed * global_batch / (time.perf_counter() - self._started),
+            "images_per_s": self._timed * global_batch / seconds,
+            "data_wait": self._waited / seconds,
             "bins": [a / n if n else None for a, n in zip(v["losses"], v["counts"])],
         }
 

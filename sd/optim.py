@@ -185,14 +185,17 @@ def update_ema(ema: list[torch.Tensor], live: list[torch.Tensor], decay: float):
     torch._foreach_lerp_(ema, live, 1 - decay)
 
 
-def lr_at(step: int, total: int, settings: dict) -> float:
-    """Learning rate of optimizer step `step` (from 0): up from 1 % over the warm-up, then to 1 % at the last step."""
+def lr_at(step: int, total: int, settings: dict, done: float | None = None) -> float:
+    """Learning rate of optimizer step `step` (from 0): up from 1 % over the warm-up, then to 1 % at the last step.
+    done: how much of the run is over, from 0 to 1, where its time ends it and not its steps."""
     peak, warmup = settings["lr"], settings["warmup"]
     if step < warmup:
         return peak * (0.01 + 0.99 * step / warmup)
     if settings["lr_schedule"] == "constant":
         return peak
-    return peak * fallen((step - warmup) / max(1, total - 1 - warmup), settings["lr_schedule"])
+    if done is None:
+        done = (step - warmup) / max(1, total - 1 - warmup)
+    return peak * fallen(done, settings["lr_schedule"])
 
 
 def fallen(done: float, schedule: str = "cosine") -> float:

@@ -11,7 +11,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from sd.errors import InputError
 from sd.files import make_writable, rename_new
-from sd.pictures import grid
+from sd.pictures import grid, label_height, label_scale
 from sd.pnginfo import parameters_text
 
 
@@ -35,12 +35,15 @@ def save_png(path: Path, picture: np.ndarray, settings: dict | None = None, over
         temporary.unlink(missing_ok=True)
 
 
-def grid_capacity(height: int, width: int, pad: int = 2) -> int:
-    """How many pictures of this size grid() may have, in a square, for Pillow to open it without a warning."""
-    side = 0
-    while ((side + 1) * (height + pad) + pad) * ((side + 1) * (width + pad) + pad) <= Image.MAX_IMAGE_PIXELS:
-        side += 1
-    return side * side
+def grid_capacity(height: int, width: int, columns: int | None = None, pad: int = 2) -> int:
+    """How many pictures of this size a labelled grid() may have, in a square or in so many columns, for Pillow to open
+    it without a warning."""
+    scale = label_scale(width)
+    high, wide = scale * height + label_height(scale * width) + pad, scale * width + pad
+    rows = 0
+    while ((rows + 1) * high + pad) * ((columns or rows + 1) * wide + pad) <= Image.MAX_IMAGE_PIXELS:
+        rows += 1
+    return rows * (columns or rows)
 
 
 class Output:
@@ -48,12 +51,14 @@ class Output:
 
     OTHERS = (".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".jxl", ".heic")
 
-    def __init__(self, out: str, count: int, overwrite: bool):
-        """Make the folder and try it. InputError if it cannot be written or something would be lost."""
+    def __init__(self, out: str, count: int, overwrite: bool, columns: int | None = None):
+        """Make the folder and try it. columns: of the grid; None: as many as rows. InputError if the folder cannot be
+        written or something would be lost."""
         path = Path(out)
         self.single = path.suffix.lower() == ".png"
         self.path, self.folder = path, path.parent if self.single else path
         self.count, self.overwrite, self.done, self.first = count, overwrite, 0, 0
+        self.columns = columns
         self.paths: dict[int, Path] = {}  # of the first ones, for the grid
         if path.suffix.lower() in self.OTHERS:
             raise InputError(f"--out {path} names no PNG: pictures are written as .png, or give a folder")
@@ -84,26 +89,30 @@ class Output:
             except OSError as e:
                 raise InputError(f"{path} could not be written ({e.strerror or e})") from None
         self.done += 1
-        if not self.single and i < grid_capacity(*picture.shape[:2]):
+        if not self.single and i < grid_capacity(*picture.shape[:2], self.columns):
             self.paths[i] = path
 
-    def save_grid(self, settings: dict, prompts: list[str]):
-        """The run's pictures side by side, read from disk: the first ones, if all are too many. prompts: theirs."""
+    def save_grid(self, settings: dict, prompts: list[str]) -> Path | None:
+        """The run's pictures side by side, each above its prompt, read from disk: the first ones, if all are too many.
+        prompts: theirs. Returns the grid's path; None where there is none."""
         if len(self.paths) < 2:
-            return
+            return None
         name = "grid.png" if self.overwrite or not self.first else f"grid_{self.first:05d}.png"
         pictures = []
         for _, path in sorted(self.paths.items()):  # long prompts are painted after short ones
             with Image.open(path) as picture:
                 pictures.append(np.array(picture.convert("RGB")))
         try:
-            save_png(self.folder / name, grid(np.stack(pictures)), settings | {"prompts": prompts}, self.overwrite)
+            sheet = grid(np.stack(pictures), self.columns, labels=prompts)
+            save_png(self.folder / name, sheet, settings | {"prompts": prompts}, self.overwrite)
         except FileExistsError:
             print(f"note: {self.folder / name} was there already and was left as it is")
+            return None
         except OSError as e:
             raise InputError(f"{self.folder / name} could not be written ({e.strerror or e})") from None
         if len(pictures) < self.done:
             print(f"{name} shows the first {len(pictures)} of {self.done}: a larger one would not open everywhere")
+        return self.folder / name
 
     def told(self) -> str:
         return f"{self.done} of {self.count} pictures are painted, in {self.path if self.single else self.folder}"

@@ -209,7 +209,8 @@ def sample_prompts(settings: dict, split: Split) -> list[str]:
 
 
 def sample_grid(path: Path, ema: Denoiser, text_encoder, vae, schedule, prompts: list[str], settings: dict, device):
-    """Write a grid of pictures: fixed prompts and seeds, EMA weights. A picture that fails stops no training."""
+    """Write a grid of pictures, each above its prompt: fixed prompts and seeds, EMA weights. One that fails stops no
+    training."""
     encoder = ema.text_encoder or text_encoder
     f, z = vae.config.factor, vae.config.latent_channels
     try:
@@ -228,6 +229,6 @@ def sample_grid(path: Path, ema: Denoiser, text_encoder, vae, schedule, prompts:
         )
         decoder = copy.deepcopy(vae).to(device)  # the VAE itself may be on its way to a checkpoint
         pictures = decode_latents(decoder, latents, 2, device)
-        save_png(path, grid(pictures, columns=4), {"prompts": prompts})
+        save_png(path, grid(pictures, columns=4, labels=prompts), {"prompts": prompts})
     except (OSError, InputError, torch.OutOfMemoryError) as e:  # a full disk, NaN, a full card
         print(f"\nwarning: {path} was not written ({e})", file=sys.stderr)

@@ -1,5 +1,6 @@
 """Pictures: headers, decoding, cutting, grids, and files."""
 
+import functools
 import io
 import math
 import warnings
@@ -8,7 +9,15 @@ from typing import NamedTuple
 
 import cv2
 import numpy as np
-from PIL import Image, JpegImagePlugin, PngImagePlugin, UnidentifiedImageError, WebPImagePlugin
+from PIL import (
+    Image,
+    ImageDraw,
+    ImageFont,
+    JpegImagePlugin,
+    PngImagePlugin,
+    UnidentifiedImageError,
+    WebPImagePlugin,
+)
 
 from sd.errors import InputError
 
@@ -24,16 +33,106 @@ def read_picture(path: str) -> np.ndarray:
         raise InputError(f"--init_image wants a picture, and {path} is none ({reject.reason}): {advice}") from None
 
 
-def grid(pictures: np.ndarray, columns: int | None = None, pad: int = 2) -> np.ndarray:
-    """Pictures uint8 [N, H, W, 3] side by side on white: uint8 [rows (H + pad) + pad, ...]."""
+LINES = 3  # of a label, at most
+
+INK, FRAME = 40, 220  # grey levels of text, and of the line around a labelled picture
+
+
+def grid(
+    pictures: np.ndarray,
+    columns: int | None = None,
+    pad: int = 2,
+    labels: list[str] | None = None,
+    headings: list[str] | None = None,
+) -> np.ndarray:
+    """Pictures uint8 [N, H, W, 3] side by side on white: uint8 [rows (H + pad) + pad, ...].
+
+    labels: N texts, each written under its picture in up to three lines; pictures narrower than 128 pixels are then
+    enlarged by a whole number, every pixel a square. headings: a text above each row, in one line.
+    """
+    scale = 1 if labels is None else label_scale(pictures.shape[2])
+    pictures = pictures.repeat(scale, 1).repeat(scale, 2)
     n, h, w, _ = pictures.shape
     columns = columns or math.ceil(math.sqrt(n))
     rows = math.ceil(n / columns)
-    sheet = np.full((rows * (h + pad) + pad, columns * (w + pad) + pad, 3), 255, np.uint8)
+    font, head, line = label_font(w), label_font(w, 1.25), line_height(w)
+    texts = [[] if labels is None else wrap(labels[i], font, w) for i in range(n)]
+    above = line_height(w, 1.25) + pad if headings else 0
+    below = 0 if labels is None else label_height(w, max(map(len, texts)))
+    high = above + h + below + pad
+    width = columns * (w + pad) + pad
+    sheet = np.full((rows * high + pad, width, 3), 255, np.uint8)
     for i, picture in enumerate(pictures):
-        y, x = (i // columns) * (h + pad) + pad, (i % columns) * (w + pad) + pad
+        y, x = (i // columns) * high + pad + above, (i % columns) * (w + pad) + pad
+        if labels is not None:
+            sheet[y - 1 : y + h + 1, x - 1 : x + w + 1] = FRAME  # where a white picture ends
         sheet[y : y + h, x : x + w] = picture
+        for k, text in enumerate(texts[i]):
+            write(sheet[y + h + k * line : y + h + (k + 1) * line, x : x + w], text, font)
+    for i, heading in enumerate(headings or []):
+        for text in wrap(heading, head, width - 2 * pad, 1):
+            write(sheet[i * high + pad : i * high + pad + above, pad:-pad], text, head)
     return sheet
+
+
+def label_scale(width: int) -> int:
+    """How many times a labelled picture is enlarged: to 128 pixels, so that a label has room for some words a line."""
+    return max(1, 128 // width)
+
+
+def label_size(width: int, times: float = 1.0) -> int:
+    """Size in pixels of the letters under a picture of this width."""
+    return round(times * max(11, width / 24))
+
+
+@functools.lru_cache(maxsize=8)
+def label_font(width: int, times: float = 1.0) -> ImageFont.FreeTypeFont:
+    """Pillow's own font, the same on every machine. A character that it lacks is drawn as a box."""
+    return ImageFont.load_default(label_size(width, times))
+
+
+def line_height(width: int, times: float = 1.0) -> int:
+    return round(1.25 * label_size(width, times))
+
+
+def label_height(width: int, lines: int = LINES) -> int:
+    """Pixels between a picture of this width, as it is shown, and the gap to the next row."""
+    return lines * line_height(width) + line_height(width) // 3
+
+
+def wrap(text: str, font: ImageFont.FreeTypeFont, width: int, most: int = LINES) -> list[str]:
+    """A text in lines of up to `width` pixels, broken between words, or within one that is longer than a line. What
+    does not fit into `most` lines is left out, and the last one ends with an ellipsis."""
+    words = text.encode("utf-8", "replace").decode().split()[::-1]  # the next one last; no half surrogates
+    lines = [""]
+    while words:
+        word = words.pop()
+        joined = f"{lines[-1]} {word}".lstrip()
+        if len(joined) <= width and font.getlength(joined) <= width:  # no letter is narrower than a pixel
+            lines[-1] = joined
+            continue
+        if len(lines) == most:
+            last = joined[:width]
+            while last and font.getlength(last.rstrip() + "…") > width:
+                last = last[:-1]
+            return [*lines[:-1], last.rstrip() + "…"]
+        if lines[-1]:
+            lines.append("")
+            words.append(word)
+            continue
+        fits = next((n for n in range(min(len(word) - 1, width), 1, -1) if font.getlength(word[:n]) <= width), 1)
+        lines[-1] = word[:fits]
+        lines.append("")
+        words.append(word[fits:])
+    return [line for line in lines if line]
+
+
+def write(place: np.ndarray, text: str, font: ImageFont.FreeTypeFont):
+    """One line of dark text on a white strip uint8 [h, w, 3], which is changed; what passes its right end is cut."""
+    image = Image.fromarray(place)
+    ascent, descent = font.getmetrics()
+    ImageDraw.Draw(image).text((0, (len(place) + ascent - descent) // 2), text, (INK,) * 3, font, anchor="ls")
+    place[:] = np.array(image)
 
 
 FORMATS = {  # what is decoded, by Pillow's names, and the usual ending. EPS is not here: Ghostscript would run it

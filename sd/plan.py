@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,8 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sd.checkpoints import MAX_STEPS
 from sd.data import BucketOrder, SampleOrder, Split
+from sd.device import peak_flops
 from sd.errors import InputError
 from sd.fused import apply, multiplied
+from sd.networks import unet_config
 from sd.objective import Denoiser, in_autocast
 from sd.optim import lr_at
 from sd.setup import Data
@@ -34,6 +37,8 @@ def unet_flops(config: UNetConfig, latent: tuple[int, int, int], tokens: int) ->
     return count_flops(lambda *x: UNet(config)(*x), (1, *latent), (1,), (1, tokens, config.context_dim))
 
 
+USUAL_MFU = 0.25  # of a card's peak, in dry runs: small networks on small pictures reach 0.12, the full one 0.4
+
 ROOM = 4 << 30  # bytes for validation and sample grids, which cannot use the memory that graphs hold
 
 
@@ -49,13 +54,43 @@ class Plan(NamedTuple):
 
     order: SampleOrder | BucketOrder
     global_batch: int  # samples of an optimizer step, over all processes
-    total: int  # optimizer steps of the whole run
+    total: int  # optimizer steps of the whole run; with --minutes, more than it can take
     first: int  # optimizer steps behind us
     end: int  # where this call stops
 
     @property
     def epochs(self) -> float:
         return self.total * self.global_batch / self.order.epoch_size
+
+    def length(self, settings: dict) -> str:
+        """How long the run is, in words."""
+        if settings["minutes"]:
+            return f"{settings['minutes']:g} minutes of steps of {self.global_batch} images"
+        return f"{self.total:,} steps of {self.global_batch} images, {self.epochs:.2f} epochs"
+
+
+class Course:
+    """How far a run has come, for its learning rate and its end: by steps, or with --minutes by the time spent in
+    training, which the first process measures. Times of the machine decide such a run, so that two are never alike."""
+
+    def __init__(self, plan: Plan, settings: dict, seconds: float | None):
+        """seconds: spent before this call."""
+        self.plan, self.settings, self.seconds = plan, settings, seconds or 0.0
+        self.limit = 60 * settings["minutes"] if settings["minutes"] else None
+        self.whole = f"{settings['minutes']:g} minutes" if self.limit else f"{plan.total:,}"
+        self._started = time.perf_counter() - self.seconds
+
+    def now(self) -> float:
+        """Seconds spent in training, by this process's clock. What all go by is `seconds`, the first one's."""
+        return time.perf_counter() - self._started
+
+    def lr(self, step: int) -> float:
+        """The learning rate of a step."""
+        return lr_at(step, self.plan.total, self.settings, self.limit and self.seconds / self.limit)
+
+    def over(self, step: int) -> bool:
+        """Whether the run ends with so many steps taken."""
+        return step >= self.plan.total or (self.limit is not None and self.seconds >= self.limit)
 
 
 def make_plan(args, settings: dict, data: Data, saved: dict | None, world: int, say) -> Plan:
@@ -66,11 +101,15 @@ def make_plan(args, settings: dict, data: Data, saved: dict | None, world: int, 
     if len(train.shapes) > 1:
         order = BucketOrder(order, train.shape, global_batch)
     total = settings["max_steps"] or int(settings["epochs"] * order.epoch_size) // global_batch
+    if settings["minutes"]:
+        total = MAX_STEPS
     if total < 1:
         raise InputError(f"{settings['epochs']} epochs of {order.epoch_size} pictures make no step of {global_batch}")
     first = saved["step"] if saved else 0
     check_end(first, total, args.stop_at, say)
-    if len(train.shapes) > 1:
+    if saved and settings["minutes"] and saved.get("seconds", 0) >= 60 * settings["minutes"]:
+        say(f"nothing is left to do: the run has had its {settings['minutes']:g} minutes already")
+    if len(train.shapes) > 1 and not settings["minutes"]:
         showings = np.bincount(train.shape, minlength=len(train.shapes)) * total * global_batch / order.epoch_size
         rare = ", ".join(f"{h} x {w}" for (_, h, w), n in zip(train.shapes, showings) if n < global_batch)
         say(f"shapes: {len(train.shapes)}; too rare for a step of {global_batch} in this run: {rare or 'none'}")
@@ -124,7 +163,7 @@ def activation_bytes(settings: dict, batch: int, device: torch.device) -> tuple[
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    preset, which, kept, storages = PRESETS[settings["model"]], settings["grad_checkpoint"], [], {}
+    config, which, kept, storages = unet_config(settings), settings["grad_checkpoint"], [], {}
     begun, of_block, recomputed = [], [0], []
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
@@ -146,7 +185,7 @@ def activation_bytes(settings: dict, batch: int, device: torch.device) -> tuple[
             recomputed.append(of_block[-1])
 
     with FakeTensorMode(), torch.device(device):
-        unet = UNet(preset["unet"])
+        unet = UNet(config)
         if settings["kernels"]:
             apply(unet)
         held = list(unet.parameters())
@@ -159,9 +198,9 @@ def activation_bytes(settings: dict, batch: int, device: torch.device) -> tuple[
             if isinstance(m, ResBlock | SpatialTransformer):
                 m.register_forward_pre_hook(enter)
                 m.register_forward_hook(leave)
-        side = settings["size"] // preset["vae"].factor
-        latents = torch.empty(batch, preset["unet"].in_channels, side, side)
-        context = torch.empty(batch, TextEncoder.MAX_LENGTH, preset["unet"].context_dim)
+        side = settings["size"] // PRESETS[settings["model"]]["vae"].factor
+        latents = torch.empty(batch, config.in_channels, side, side)
+        context = torch.empty(batch, TextEncoder.MAX_LENGTH, config.context_dim)
         with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
             in_autocast(unet, device, settings["dtype"])(latents, torch.zeros(batch, dtype=torch.long), context)
     return sum(storages.values()) - sum(recomputed) + max(recomputed, default=0), max(of_block)
@@ -217,13 +256,31 @@ def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncode
     return parts | {"peak": parts["weights"] + parts["Adam"] + parts["EMA"] + beside}
 
 
-def dry_run(out: Path, settings: dict, denoiser: Denoiser, text_encoder: TextEncoder, plan: Plan, device):
+def expected_rate(config: UNetConfig, split: Split, device: torch.device) -> float | None:
+    """Images a second and process, at a share of the card's peak that trainings reach; None for an unknown card."""
+    peak = peak_flops(device)
+    return peak and USUAL_MFU * peak / (3 * mean_flops(config, split))
+
+
+def dry_run(out: Path, settings: dict, denoiser: Denoiser, text_encoder: TextEncoder, plan: Plan, split: Split, place):
     """Print the resolved configuration and the plan; draw the learning rate."""
     from matplotlib.figure import Figure
 
     print(json.dumps(settings, indent=1))
-    total = plan.total
-    print(f"{total:,} steps of {plan.global_batch} images, {plan.epochs:.2f} epochs of {plan.order.epoch_size:,}")
+    total, device = plan.total, place.device
+    print(f"{plan.length(settings)} of {plan.order.epoch_size:,}")
+    if rate := expected_rate(denoiser.unet.config, split, device):
+        rate *= place.world
+        print(f"{rate:,.0f} images/s, estimated at {USUAL_MFU:.0%} of the card's peak: ", end="")
+        if settings["minutes"]:
+            total = max(1, int(60 * settings["minutes"] * rate / plan.global_batch))
+            images = total * plan.global_batch
+            print(f"{total:,} steps, {images:,} images, {images / plan.order.epoch_size:.1f} epochs")
+        else:
+            print(f"{total * plan.global_batch / rate / 60:,.1f} minutes")
+    elif settings["minutes"]:
+        print(f"how many steps that makes is not known of a {device.type} device; taken for what follows: 1,000")
+        total = 1000
     saves = sorted({*range(settings["save_steps"], total + 1, settings["save_steps"]), total})
     every, last = settings["keep_every"], settings["keep_last"]
     kept = {s for s in saves if every and s % every == 0} | set(saves[-last:] if last else saves)

@@ -59,6 +59,7 @@ class RunFolder:
                 "schedule": schedule.config,
                 "size": settings["size"],
                 "text_encoder": "text_encoder" if trains_text else absolute(settings["text_encoder"]),
+                "text_length": text_encoder.max_length,
                 "vae": "vae" if small else {"path": absolute(vae_name), "hash": data.vae["hash"]},
             },
         }

@@ -15,6 +15,7 @@ from sd.errors import InputError
 from sd.files import sha256
 from sd.fused import apply
 from sd.kernels import available
+from sd.networks import unet_config
 from sd.objective import Denoiser, in_autocast
 from sd.optim import make_optimizer
 from sd.text import load_tokenizer, tokenizer_hash
@@ -31,14 +32,15 @@ def git_revision() -> str:
 
 
 def load_text_encoder(settings: dict, checkpoint: Path | None) -> TextEncoder:
-    """find_text_encoder, whose output must be as wide as the UNet's context."""
-    encoder, wanted = find_text_encoder(settings, checkpoint), PRESETS[settings["model"]]["unet"].context_dim
+    """find_text_encoder, whose output must be as wide as the UNet's context; if it is trained, without a head."""
+    encoder, wanted = find_text_encoder(settings, checkpoint), unet_config(settings).context_dim
     if encoder.context_dim != wanted:
         raise InputError(
-            f"preset {settings['model']} attends to a context {wanted} wide, and the text encoder "
-            f"{settings['text_encoder']} gives {encoder.context_dim}"
+            f"the UNet attends to a context {wanted} wide, and the text encoder {settings['text_encoder']} gives "
+            f"{encoder.context_dim}: name another encoder, or for a new network add --unet "
+            f"context_dim={encoder.context_dim}"
         )
-    return encoder
+    return encoder.without_head() if settings["train_text_encoder"] else encoder
 
 
 def find_text_encoder(settings: dict, checkpoint: Path | None) -> TextEncoder:
@@ -72,10 +74,25 @@ class Data(NamedTuple):
 
 
 def load_data(settings: dict, text_encoder: TextEncoder, pretouch: bool) -> Data:
-    """Datasets and latents of a run. Refuses those that do not fit it: another size, VAE, scale or tokenizer."""
-    sources, channels = parse_sources(settings), PRESETS[settings["model"]]["unet"].in_channels
-    for s in sources:
-        found = read_manifest(s.dataset, "the dataset", ("tokenizer_hash", "counts"))["tokenizer_hash"]
+    """Datasets and latents of a run. Refuses those that do not fit it: another size, VAE, scale or tokenizer. Where the
+    texts have fewer ids than the text encoder takes, it takes no more from here on."""
+    sources, channels = parse_sources(settings), unet_config(settings).in_channels
+    manifests = [read_manifest(s.dataset, "the dataset", ("tokenizer_hash", "counts")) for s in sources]
+    lengths = [m.get("max_length", text_encoder.max_length) for m in manifests]
+    for s, length in zip(sources, lengths):
+        if length != lengths[0]:
+            raise InputError(
+                f"the texts of {sources[0].dataset} have {lengths[0]} ids and those of {s.dataset} {length}; tokenise "
+                "both with the same --max_length (04, 05)"
+            )
+        if length > text_encoder.max_length:
+            raise InputError(
+                f"the texts of {s.dataset} have {length} ids, and the text encoder takes {text_encoder.max_length}; "
+                f"tokenise again with --max_length {text_encoder.max_length} (04, 05)"
+            )
+    text_encoder.shorten(lengths[0])
+    for s, manifest in zip(sources, manifests):
+        found = manifest["tokenizer_hash"]
         if found != tokenizer_hash(text_encoder.tokenizer):
             raise InputError(
                 f"the ids in {s.dataset} come from another tokenizer than the text encoder's; tokenise again (04, 05)"
@@ -121,6 +138,8 @@ def describe_data(data: Data, settings: dict, say):
     train, val = data.train, data.val
     say(f"data: {len(train):,} training and {len(val):,} held-out pictures; {train.missing + val.missing:,} without a "
         f"latent, {train.unreadable:,} unreadable latent files")  # fmt: skip
+    if train.first is not None:
+        say(f"captions: {len(train.ids):,} of the {len(train):,} training pictures; each showing draws one")
     names = [s.name for s in parse_sources(settings)]
     empty = [name for name, n in zip(names, data.val.sizes) if n == 0]
     if empty and settings["val_steps"]:
@@ -181,7 +200,7 @@ def fresh_unet(args, settings: dict, device: torch.device) -> UNet:
     """A new UNet of the preset on the CPU, with the fused kernels where they run; fills in settings["kernels"]. Weights
     are drawn from the seed, so that every device and rank starts alike."""
     torch.manual_seed(settings["seed"])
-    unet = UNet(PRESETS[settings["model"]]["unet"], settings["zero_init"])
+    unet = UNet(unet_config(settings), settings["zero_init"])
     if args.compress_gradients and device.type != "cuda":
         raise InputError(f"--compress_gradients wants NVIDIA GPUs, found {device}; drop the flag")
     if args.kernels and not available(device):

@@ -18,6 +18,7 @@ from sd.device import Place, layout, peak_flops
 from sd.encoder import Encoder
 from sd.fused import FusedUNet
 from sd.graphs import Graphed
+from sd.networks import unet_config
 from sd.objective import Denoiser
 from sd.optim import clip_limit, forget_gradients, make_optimizer
 from sd.painting import decode_latents, guided, make_sampler
@@ -112,17 +113,17 @@ class TimedSteps:
     def __init__(
         self, settings: dict, denoiser: Denoiser, schedule: NoiseSchedule, place: Place, loader, text_of, shapes: int
     ):
-        preset, self.settings, self.loader, self.world = PRESETS[settings["model"]], settings, loader, place.world
+        unet, self.settings, self.loader, self.world = unet_config(settings), settings, loader, place.world
         device = place.device
-        side, micro = settings["size"] // preset["vae"].factor, settings["batch"]
-        self.shape = preset["unet"].in_channels, side, side
+        side, micro = settings["size"] // PRESETS[settings["model"]]["vae"].factor, settings["batch"]
+        self.shape = unet.in_channels, side, side
         self.denoiser, self.device, self.clock, self.waited = denoiser, device, Clock(device), 0.0
         denoiser.to(device, memory_format=memory_format(settings)).train()
         ema = copy.deepcopy(denoiser).requires_grad_(False)
         self.update = Update(make_optimizer(denoiser, settings), denoiser, ema, settings, place.world)
         model = wrap(denoiser, settings, place.world)
         latents, noise = torch.randn(2, micro, *self.shape, device=device)
-        text = torch.randn(micro, TextEncoder.MAX_LENGTH, preset["unet"].context_dim, device=device)  # instead of ids
+        text = torch.randn(micro, TextEncoder.MAX_LENGTH, unet.context_dim, device=device)  # instead of ids
         self.random = lambda: Batch(latents, noise, torch.randint(0, schedule.steps, (micro,), device=device), text)
         self.micro_steps = MicroSteps(
             model, text_of or (lambda x: x), schedule, settings, self.update, device, print, shapes

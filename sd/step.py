@@ -13,10 +13,11 @@ from sd.data import Batch
 from sd.fused import multiplied
 from sd.graphs import GraphedBackward, NotRecorded
 from sd.kernels import compile_ahead
+from sd.networks import unet_config
 from sd.objective import Denoiser, backward, in_autocast
 from sd.optim import FusedStep, forget_gradients, set_lr, update_ema
 from sd.parallel import SharedGradients
-from SD_Model import PRESETS, NoiseSchedule
+from SD_Model import NoiseSchedule
 
 
 def copies_weights(settings: dict) -> bool:
@@ -78,7 +79,7 @@ def peak_memory(update: Update) -> float:
 def graphs_run(settings: dict, shapes: int) -> bool:
     """Whether forward and backward passes are recorded as CUDA graphs: not for latents of several shapes, as each
     graph would hold gradients of its own."""
-    return bool(settings["kernels"]) and shapes == 1 and not PRESETS[settings["model"]]["unet"].dropout
+    return bool(settings["kernels"]) and shapes == 1 and not unet_config(settings).dropout
 
 
 class MicroSteps:

@@ -209,17 +209,24 @@ def test_two_programs_in_one_folder(tmp_path, monkeypatch, capsys):
 
 
 def test_a_grid_is_one_that_pillow_opens(tmp_path, monkeypatch, capsys):
-    """Case 41: 720 pictures of 512 pixels would be refused; 324 are 85.6 million pixels, below the warning."""
-    assert sd.output.grid_capacity(512, 512) == 18**2
-    assert (18 * 514 + 2) ** 2 <= Image.MAX_IMAGE_PIXELS < (19 * 514 + 2) ** 2
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 500)
+    """Case 41: 720 pictures of 512 pixels would be refused; 289 with their prompts are 89.2 million pixels, below the
+    warning; in 10 columns there may be as many rows as fit."""
+    assert sd.output.grid_capacity(512, 512) == 17**2
+    assert (17 * 600 + 2) * (17 * 514 + 2) <= Image.MAX_IMAGE_PIXELS < (18 * 600 + 2) * (18 * 514 + 2)
+    assert sd.output.grid_capacity(512, 512, 10) == 280
+    assert (28 * 600 + 2) * 5142 <= Image.MAX_IMAGE_PIXELS < (29 * 600 + 2) * 5142
+    three = ["a word that is so long that it takes up three lines and more of them " * 2] * 4
+    sheet = sd.pictures.grid(np.zeros((4, 512, 512, 3), np.uint8), labels=three)
+    assert sheet.shape == (2 * 600 + 2, 2 * 514 + 2, 3)  # what the capacity counts on
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 354 * 262)
     output = sd.output.Output(str(tmp_path), 6, False)
     for i in (0, 5, 2, 4, 1, 3):  # long prompts are painted after short ones
         output.save(i, np.full((8, 8, 3), i, np.uint8), {})
-    output.save_grid({}, list("abcd"))
+    assert output.save_grid({}, three) == tmp_path / "grid.png"
     grid = pixels(tmp_path / "grid.png")
-    assert grid.shape == (22, 22, 3) and set(grid.flat) == {0, 1, 2, 3, 255}
-    assert [grid[y, x, 0] for y in (2, 12) for x in (2, 12)] == [0, 1, 2, 3]
+    assert grid.shape == (354, 262, 3)
+    for i, (y, x) in enumerate((y, x) for y in (2, 178) for x in (2, 132)):
+        assert (grid[y : y + 128, x : x + 128] == i).all()
     assert "the first 4 of 6" in capsys.readouterr().out
 
 

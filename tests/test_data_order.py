@@ -38,6 +38,7 @@ class FakeSplit:
     def __init__(self, n: int, shape=(4, 2, 2), moments=False):
         self.ids, self.moments = np.arange(n * 3, dtype=np.uint16).reshape(n, 3) + 1, moments
         self.latent_shape, self.shape, self.flipped = shape, np.zeros(n, int), True
+        self.first, self.token_ids = None, lambda index, turn=0.0: self.ids[index].astype(np.int64)
         self.keys = pa.chunked_array([[f"s/{i}" for i in range(n)]])
 
     def __len__(self):
@@ -147,7 +148,7 @@ def test_latents_captions_and_ids_stay_with_their_key(root):
         for path in sorted(s.latents.glob("*.parquet")):
             array, table = np.load(path.with_suffix(".npy")), pq.read_table(path)
             stored |= {k: array[r] for k, r in zip(table["image_key"].to_pylist(), table["row"].to_pylist())}
-        keys, ids, captions = sd.data.read_split(s.dataset, "train")
+        keys, ids, _, captions = sd.data.read_split(s.dataset, "train")
         told = dict(zip(keys.to_pylist(), zip(ids.tolist(), captions.to_pylist())))
         for i, key in enumerate(split.keys.to_pylist()):
             if key in stored:

@@ -49,6 +49,7 @@ from sd.weights.text import (
     has_tokenizer,
     load_clip_folder,
     load_tokenizer,
+    of_length,
     text_remark,
     tokenizer_from_text,
     with_tokenizer,
@@ -84,13 +85,18 @@ def load_vae(source: str | Path = DEFAULT_VAE, weights: str = "ema") -> VAE:
     raise InputError(f"a VAE was wanted in {path}: neither vae.json nor config.json nor vae/ is there")
 
 
-def load_text_encoder(source: str | Path = DEFAULT_TEXT_ENCODER, tokenizer: str | None = None) -> TextEncoder:
+def load_text_encoder(
+    source: str | Path = DEFAULT_TEXT_ENCODER, tokenizer: str | None = None, length: int | None = None
+) -> TextEncoder:
     """A text encoder in fp32 on the CPU, eval, without gradients.
 
     source: a transformers folder, with a tokenizer or without; a diffusers model, or its text_encoder/; a checkpoint or
     run folder of this project; a single file, whole or CLIP alone; a hub name. tokenizer: what load_tokenizer takes;
-    default: the source's own, where it has none CLIP's. Raises InputError.
+    default: the source's own, where it has none CLIP's. length: ids of a text, where the source would take more (a
+    Model's text_length). Raises InputError.
     """
+    if length is not None:
+        return of_length(load_text_encoder(source, tokenizer), length)
     path = Path(source).expanduser()
     if path.is_file():
         return text_encoder_from_file(path, *read_tensors(path), tokenizer=tokenizer)
@@ -157,6 +163,7 @@ class Model:
     schedule: NoiseSchedule = field(default_factory=NoiseSchedule)
     sampling: dict = field(default_factory=dict)  # spacing, offset, set_alpha_to_one, where the model names them
     size: int = 512  # pixels, of the pictures it was trained on
+    text_length: int | None = None  # ids of the texts it was trained on, where the model says it
     lineage: dict = field(default_factory=dict)  # how it was trained, for the metadata of exports
 
     def unet_state(self) -> tuple[UNetConfig, dict[str, torch.Tensor]]:
@@ -284,7 +291,7 @@ def open_checkpoint(folder: Path, weights: str, prediction=None, zero_terminal_s
         if weights == "live" or not own.is_dir():
             own = folder / text  # a subfolder, or an absolute path
         encoder = TextEncoder.from_pretrained(str(own) if own.is_dir() else text)
-        return with_tokenizer(own if own.is_dir() else text, encoder, tokenizer)
+        return of_length(with_tokenizer(own if own.is_dir() else text, encoder, tokenizer), values.get("text_length"))
 
     facts = [(schedule.prediction, schedule.config["zero_terminal_snr"], "model.json")]
     schedule, says = settled_schedule(folder, schedule.config, facts, prediction, zero_terminal_snr)
@@ -300,6 +307,7 @@ def open_checkpoint(folder: Path, weights: str, prediction=None, zero_terminal_s
         schedule=schedule,
         sampling=values.get("sampling", {}),
         size=values.get("size", 512),
+        text_length=values.get("text_length"),
         lineage=state,
     )
 

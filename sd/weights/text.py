@@ -118,6 +118,11 @@ def with_tokenizer(source, encoder: TextEncoder, tokenizer: str | None) -> TextE
     return encoder.eval().requires_grad_(False)
 
 
+def of_length(encoder: TextEncoder, length: int | None) -> TextEncoder:
+    """The encoder, of whose texts no more than `length` ids are taken."""
+    return encoder.shorten(length) if length is not None and length < encoder.max_length else encoder
+
+
 def load_clip_folder(folder: Path, tokenizer: str | None = None) -> TextEncoder:
     """The CLIP text encoder of a folder; its tokenizer lies there, or beside it as in diffusers models, or is CLIP's
     own."""

@@ -228,7 +228,7 @@ def status_of(pid: int) -> int:
 def rows(out: Path, name: str = "log.jsonl") -> list[dict]:
     """Lines of a run's log, less what depends on the clock."""
     lines = [json.loads(line) for line in (out / name).read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "images_per_s"} for row in lines]
+    return [{k: v for k, v in row.items() if k not in ("images_per_s", "data_wait")} for row in lines]
 
 
 def checkpoints(out: Path) -> list[Path]:

@@ -1,0 +1,266 @@
+"""Text encoders other than CLIP: trained, short, with a cut vocabulary.
+
+pytest tests/test_text.py
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "faults"))
+
+import micro
+from conftest import randomise
+from test_data_pipeline import run
+from tokenizers import Tokenizer
+
+import sd.files
+import sd.objective
+import sd.optim
+import sd.shards
+import sd.text
+import SD_Convert
+import SD_Model
+from sd.weights.read import load_text_encoder, open_model
+from SD_Model import TextEncoder
+
+WORDS = "[PAD] [unused0] [unused1] [UNK] [CLS] [SEP] [MASK] red green blue ##berry cat on black".split()
+LETTERS = [*"abcdefghijklmnopqrstuvwxyz0123456789,"]
+LENGTH = 16  # of the encoder: positions, and the tokenizer's model_max_length
+
+
+def make_bert(folder: Path, width: int = 16, **settings) -> Path:
+    """A BERT of random weights, as its makers publish it: with pooler and dropout."""
+    from transformers import BertConfig, BertModel, BertTokenizer
+
+    words = [*WORDS, *LETTERS, *("##" + c for c in LETTERS)]
+    config = BertConfig(vocab_size=len(words), hidden_size=width, num_hidden_layers=2, num_attention_heads=2,
+                        intermediate_size=32, max_position_embeddings=LENGTH, **settings)  # fmt: skip
+    torch.manual_seed(0)
+    randomise(BertModel(config)).save_pretrained(folder)
+    tokenizer = BertTokenizer(vocab={w: i for i, w in enumerate(words)}, model_max_length=LENGTH)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory) -> Path:
+    return make_bert(tmp_path_factory.mktemp("bert") / "bert")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, bert) -> Path:
+    """micro's data, tokenised for `bert` to its full length (things) and to 8 ids (short, of the same latents)."""
+    root = micro.make_data(tmp_path_factory.mktemp("bert_data") / "data", {"things": 12, "short": 12}, 4)
+    tokenizer = TextEncoder.from_pretrained(str(bert)).tokenizer
+    for source, length in (("things", LENGTH), ("short", 8)):
+        keys = [f"{source}/00000/{i:09d}" for i in range(16)]
+        shutil.rmtree(root / source / "dataset")
+        tokenizer.model_max_length = length
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(micro, "LENGTH", length)
+            micro.write_dataset(root / source / "dataset", tokenizer, {"train": keys[4:], "val": keys[:4]})
+    return root
+
+
+def train(data: Path, bert: Path, out: Path, *more, expect=0) -> str:
+    """Two steps of SD_Train with this text encoder; what it printed."""
+    argv = micro.flags(
+        data, out, "--text_encoder", bert, "--max_steps", 2, "--val_steps", 2, "--zero_init", "none", *more
+    )
+    status = micro.status_of(micro.start(argv, output := out.with_suffix(".txt")))
+    assert status == expect, output.read_text()[-3000:]
+    return output.read_text()
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Trained
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def step_of(encoder: TextEncoder, seed: int) -> tuple[torch.Tensor, list]:
+    """A loss and the gradients of all parameters, in train() mode, with torch's generator at `seed`."""
+    torch.manual_seed(0)
+    unet = randomise(SD_Model.UNet(SD_Model.PRESETS["micro"]["unet"]))
+    denoiser = sd.objective.Denoiser(unet, encoder.requires_grad_(True)).train()
+    denoiser.zero_grad()
+    torch.manual_seed(seed)
+    ids = encoder.tokenize(["red cats", "a blueberry on black"])
+    loss = denoiser(torch.ones(2, 4, 8, 8), torch.tensor([10, 900]), ids).square().mean()
+    loss.backward()
+    return loss.detach(), [None if p.grad is None else p.grad.clone() for p in denoiser.parameters()]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_trained_encoder_draws_nothing_and_is_trained_whole(bert, attention):
+    encoder = TextEncoder.from_pretrained(str(bert)).without_head()
+    encoder.model.set_attn_implementation(attention)
+    (loss, grads), (again, same) = step_of(encoder, 1), step_of(encoder, 2)
+    assert torch.equal(loss, again) and all(torch.equal(a, b) for a, b in zip(grads, same))
+    sd.optim.check_all_trained([*encoder.parameters()])
+    for module in encoder.modules():  # as it was published, it does draw: this test can fail
+        module.p = 0.1
+    loss, again = step_of(encoder, 1)[0], step_of(encoder, 2)[0]
+    assert not torch.equal(loss, again)
+
+
+def test_a_trained_encoder_is_saved_without_head_and_dropout(bert, tmp_path):
+    encoder = TextEncoder.from_pretrained(str(bert))
+    whole = encoder.encode(["red cats"])
+    assert encoder.model.pooler is not None  # frozen, its weights' hash is as before
+    encoder.without_head().save(tmp_path / "saved")
+    again = TextEncoder.from_pretrained(str(tmp_path / "saved"))
+    encoder.load_state_dict(again.state_dict(), strict=True)
+    assert again.model.pooler is None and torch.equal(again.encode(["red cats"]), whole)
+    config = again.model.config
+    assert config.hidden_dropout_prob == config.attention_probs_dropout_prob == 0
+    assert not [name for name in again.state_dict() if "pooler" in name]
+
+
+def test_a_float_attribute_of_an_attention_layer_is_no_dropout_either(tmp_path, small_tokenizer):
+    """CLIP's attention hands a number of its own to SDPA."""
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    config = CLIPTextConfig(vocab_size=len(small_tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                            num_attention_heads=2, attention_dropout=0.5)  # fmt: skip
+    encoder = TextEncoder(CLIPTextModel(config).train(), small_tokenizer)
+    assert torch.equal(encoder.encode(["red"]), encoder.encode(["red"])) and config.attention_dropout == 0
+
+
+def test_bert_is_trained_resumed_and_read(data, bert, tmp_path):
+    train(data, bert, tmp_path / "run", "--train_text_encoder", "--save_steps", 1)
+    train(data, bert, tmp_path / "half", "--train_text_encoder", "--save_steps", 1, "--stop_at", 1)
+    for folder in (tmp_path / "half" / "checkpoints" / "step_00000001").glob("text_encoder*"):  # of an older revision
+        old = TextEncoder.from_pretrained(str(bert)).model
+        new = TextEncoder.from_pretrained(str(folder)).model
+        missing = old.load_state_dict(new.state_dict(), strict=False).missing_keys
+        assert missing == ["pooler.dense.weight", "pooler.dense.bias"]
+        old.save_pretrained(folder)
+    (folder.parent / "manifest.json").unlink()
+    (folder.parent / "manifest.json").write_text(json.dumps(sd.files.digests(folder.parent)))
+    train(data, bert, tmp_path / "half", "--train_text_encoder", "--resume")
+    assert micro.differences(tmp_path / "run", tmp_path / "half", False) == []
+    last = micro.checkpoints(tmp_path / "run")[-1] / "text_encoder"
+    first, last = (TextEncoder.from_pretrained(str(p)) for p in (bert, last))
+    for (name, a), (_, b) in zip(first.without_head().named_parameters(), last.named_parameters()):
+        assert not torch.equal(a, b), name
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Texts of fewer ids than the encoder takes
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_run_keeps_the_length_of_its_texts(data, bert, tmp_path, trained):
+    """Painting, and what is exported, take as many ids as training did: fewer than the encoder would."""
+    flags = ["--train_text_encoder"] if trained else []
+    train(data, bert, tmp_path / "run", "--data", "short", "--save_steps", 1, "--stop_at", 1, *flags)
+    train(data, bert, tmp_path / "run", "--data", "short", "--resume", *flags)
+    assert TextEncoder.from_pretrained(str(bert)).max_length == LENGTH  # the folder is as it was
+    model = open_model(tmp_path / "run")
+    encoder = model.text_encoder()
+    assert encoder.max_length == 8 and encoder.encode(["red cats"]).shape == (1, 8, 16)
+    assert load_text_encoder(bert, None, model.text_length).max_length == 8  # --text_encoder: it lies elsewhere now
+    SD_Convert.main([str(tmp_path / "run"), str(tmp_path / "native"), "--format", "native"])
+    assert open_model(tmp_path / "native").text_encoder().max_length == 8
+
+
+def test_texts_that_do_not_fit_are_refused(data, bert, tmp_path):
+    told = train(data, bert, tmp_path / "run", "--data", "short,things", expect=2)
+    assert "short/dataset have 8 ids and those of" in told and "things/dataset 16; tokenise" in told
+    short = TextEncoder.from_pretrained(str(bert)).shorten(8)
+    short.save(tmp_path / "short")
+    told = train(data, tmp_path / "short", tmp_path / "run", expect=2)
+    assert "have 16 ids, and the text encoder takes 8; tokenise again with --max_length 8" in told
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(SD_Model.InputError, match="3 to 8"):
+        short.shorten(9)
+
+
+def write_captions(folder: Path, captions: list[str]) -> Path:
+    """A tar of pictures with these captions."""
+    folder.mkdir(parents=True)
+    with sd.shards.ShardWriter(folder / "00000.tar") as shard:
+        for i, caption in enumerate(captions):
+            shard.add(f"{i:09d}", b"\x89PNG", "png", caption, {})
+    return folder
+
+
+def test_tokenise_max_length(bert, tmp_path):
+    captions = ["red cats on black, a cat on red", "blue"]
+    images = write_captions(tmp_path / "s" / "images", captions)
+    flags = ("--in", images, "--out", tmp_path / "tokens", "--tokenizer", bert, "--max_length")
+    assert f"wants 3 to {LENGTH}, which the tokenizer" in run("04_tokenise.py", *flags, LENGTH + 1, status=2)
+    run("04_tokenise.py", *flags, 8)
+    encoder = TextEncoder.from_pretrained(str(bert)).shorten(8)
+    ids = pq.read_table(tmp_path / "tokens" / "00000.parquet")["input_ids"].to_pylist()
+    assert ids == encoder.tokenize(captions).tolist() and len(ids[0]) == 8
+    manifest = json.loads((tmp_path / "tokens" / "manifest.json").read_text())
+    assert manifest["max_length"] == 8 and manifest["truncated"] == 1
+    assert manifest["tokenizer_hash"] == sd.text.tokenizer_hash(encoder.tokenizer)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# A vocabulary cut to the words of the captions (04b)
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("source", ["tokens", "dataset", "text file"])
+def test_cut_vocabulary_encodes_the_captions_alike(bert, data, tmp_path, source):
+    captions = ["red cats, a blueberry", "Blue 17"]
+    path = tmp_path / "words.txt"
+    if source == "text file":
+        path.write_text("\n".join(captions) + "\n\n")
+    elif source == "tokens":
+        path = tmp_path / "tokens"
+        images = write_captions(tmp_path / "s" / "images", captions)
+        run("04_tokenise.py", "--in", images, "--out", path, "--tokenizer", bert)
+    else:
+        path, captions = data / "things" / "dataset", [f"{('red', 'green', 'blue')[i % 3]} {i}" for i in range(12)]
+    flags = ("--text_encoder", bert, "--captions", path, "--out", tmp_path / "small")
+    told = run("04b_cut_vocabulary.py", *flags)
+    before, after = (TextEncoder.from_pretrained(str(p)) for p in (bert, tmp_path / "small"))
+    words = [w for w in after.tokenizer.get_vocab() if len(w.removeprefix("##")) > 1 and w[0] != "["]
+    assert set(words) == ({"red", "green", "blue"} if source == "dataset" else {"red", "blue", "##berry", "cat"})
+    rows, size = len("PAD UNK CLS SEP MASK".split()) + len(words) + 2 * len(LETTERS), before.model.config.vocab_size
+    assert after.model.config.vocab_size == len(after.tokenizer) == rows < size
+    assert torch.equal(before.encode([*captions, ""]), after.encode([*captions, ""]))
+    assert not torch.equal(before.tokenize(captions), after.tokenize(captions))  # of other numbers
+    raw = Tokenizer.from_file(str(tmp_path / "small" / "tokenizer.json"))  # as other programs read it
+    raw.enable_padding(length=LENGTH)
+    assert [row.ids for row in raw.encode_batch(captions)] == after.tokenize(captions).tolist()
+    kept = after.tokenizer.convert_ids_to_tokens(range(rows))
+    assert kept == [w for w in before.tokenizer.convert_ids_to_tokens(range(size)) if w in set(kept)]  # the old order
+    spelled = after.tokenizer.tokenize("on")
+    assert spelled == ["o", "##n"] and before.tokenizer.tokenize("on") == ["on"]
+    assert f"{rows} of {size} word pieces serve {16 if source == 'dataset' else 2} captions" in told
+    assert "exists already" in run("04b_cut_vocabulary.py", *flags, status=2)
+
+
+def test_what_cannot_be_cut_is_refused(bert, tmp_path, small_tokenizer):
+    (tmp_path / "words.txt").write_text("red\n")
+    (tmp_path / "blank.txt").write_text("\n \n")
+    clip = SD_Model.PRESETS["micro"]["text"]
+    TextEncoder.new(clip, small_tokenizer).save(tmp_path / "clip")
+
+    def told(encoder, captions):
+        flags = ("--text_encoder", encoder, "--captions", captions, "--out", tmp_path / "small")
+        text = run("04b_cut_vocabulary.py", *flags, status=2)
+        assert not list(tmp_path.glob("small*"))
+        return text
+
+    assert "of the kind BPE, and WordPiece was wanted" in told(tmp_path / "clip", tmp_path / "words.txt")
+    assert "hold no caption" in told(bert, tmp_path / "blank.txt")
+    assert "no such file or folder" in told(bert, tmp_path / "absent.txt")
+    assert "captions were wanted in" in told(bert, bert)
+    broken = tmp_path / "broken"
+    shutil.copytree(bert, broken)
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    assert "cannot read" in told(broken, tmp_path / "words.txt")
