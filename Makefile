@@ -12,10 +12,25 @@ endif
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test test_slow faults lint clean_demo help
+# What `make paint` paints, with which model, and where to. The program gets them through the environment as they were
+# typed, for make and the shell would read $, quotes and backquotes in them.
+PROMPT ?= a red apple, 3d render
+MODEL ?= demo/drawings
+OUT ?= outputs
+override PROMPT := $(value PROMPT)
+override MODEL := $(value MODEL)
+override OUT := $(value OUT)
+export PROMPT MODEL OUT
+NO_MODEL = error: demo/drawings, with which make paint paints, is not in this copy; name a model with MODEL=FOLDER
+
+.PHONY: demo paint test test_slow faults lint clean_demo help
 
 demo: $(VENV)/installed  ## draw pictures, train on them, paint, and check the result: 8 minutes on two CPU cores
 	$(PY) demo/run.py
+
+paint: $(VENV)/installed  ## paint with the small model that comes along: make paint PROMPT="a red apple, 3d render"
+	@test -e "$$MODEL" || test "$$MODEL" != demo/drawings || { echo "$(NO_MODEL)" >&2; exit 2; }
+	@$(PY) SD_ImageGen.py --model="$$MODEL" --prompt="$$PROMPT" --out="$$OUT" --sampler dpmpp_2m --steps 20 --cfg 5
 
 test: $(VENV)/installed_dev  ## check style and run the tests: 12 minutes on two CPU cores
 	$(PY) -m ruff check . && $(PY) -m ruff format --check .

@@ -3,14 +3,15 @@
     python SD_ImageGen.py --model runs/demo --prompt "a red circle" --out out
     python SD_ImageGen.py --model runs/final/checkpoints/step_00035000 --prompt "a portrait of an old sailor" \\
         --negative "blurry, cropped" --steps 100 --cfg 8.5 --seed 7 --n 4 --out out
-    python SD_ImageGen.py --model runs/final --prompts_file prompts.txt --batch 8 --out out
+    python SD_ImageGen.py --model runs/final --prompts_file prompts.jsonl --batch 8 --grid 6 --out out
     python SD_ImageGen.py --model v1-5-pruned.safetensors --prompt "a lighthouse" --sampler dpmpp_2m_karras --steps 25
     python SD_ImageGen.py --model sd15_folder --prompt "the same in winter" --init_image house.jpg --strength 0.6
     python SD_ImageGen.py --model runs/final --from_png out/00003.png --steps 100 --out more
 
 Picture i is drawn from seed + i by a CPU generator of its own, so it is the same whatever the batch, and nearly the
 same on every device. Each batch is saved as soon as it is done; numbers go on behind the pictures that are in the
-folder, and nothing is overwritten without --overwrite. PNGs carry their settings; several pictures also come as a grid.
+folder, and nothing is overwritten without --overwrite. PNGs carry their settings; several pictures also come as a grid
+with each one's prompt below it. The last line that is printed names the files.
 
 Prompts have A1111's syntax of weights, `(word:1.3)`, `(word)`, `[word]`, `\\(` and BREAK, unless --plain_prompt is
 given, and may be of any length: they are encoded in chunks of 75 tokens, joined along the sequence. docs/PAINTING.md
@@ -92,6 +93,8 @@ def parse_args(argv=None):
                    "and what it says before the defaults (default: none)")  # fmt: skip
     g.add_argument("--out", help="a folder, or a .png for one picture")
     g.add_argument("--overwrite", action="store_true", default=None, help="number from 0 and write over what is there")
+    g.add_argument("--grid", type=int, metavar="COLUMNS", help="pictures in a row of the grid (default: as many as "
+                   "there are rows)")  # fmt: skip
 
     g = p.add_argument_group("prompts")
     g.add_argument("--prompt", help="what to paint; or --prompts_file")
@@ -177,7 +180,7 @@ def settle(args):
     for name, known in (("long_prompts", LONG_PROMPTS), ("ddim_timesteps", ("diffusers", "a1111", "comfyui"))):
         if getattr(args, name) not in known:
             raise InputError(f"--{name} wants one of {', '.join(known)}, found {getattr(args, name)!r}")
-    for name in ("n", "batch", "benchmark", "steps"):
+    for name in ("n", "batch", "benchmark", "steps", "grid"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise InputError(f"--{name} wants at least 1, found {getattr(args, name)}")
     if not math.isfinite(args.cfg):
@@ -209,7 +212,7 @@ def main(argv=None):
     try:
         rows = read_rows(args)
         if args.benchmark is None:
-            output = Output(args.out, len(rows) * args.n, args.overwrite)
+            output = Output(args.out, len(rows) * args.n, args.overwrite, args.grid)
         paint(args, rows, output)
     except KeyboardInterrupt:
         print(f"\nstopped: {output.told() if output else 'nothing was begun'}", file=sys.stderr)
@@ -281,12 +284,13 @@ def paint(args, rows: list[dict], output: Output | None):
                             failed.append(jobs[i]["seed"])
                     if failed:
                         raise InputError(f"the picture of seed {failed[0]} failed: {reason}")
-        output.save_grid(about, [job(rows, args, i)["prompt"] for i in range(len(output.paths))])
+        sheet = output.save_grid(about, [job(rows, args, i)["prompt"] for i in range(len(output.paths))])
     except torch.OutOfMemoryError:
         raise InputError(f"--batch {args.batch} is too much for {device}'s memory: {output.told()}") from None
     except InputError as e:
         raise InputError(f"{e}; {output.told()}") from None
-    print(f"{output.done} pictures of {width} x {height} in {time.time() - started:.1f} s: {output.path}")
+    print(f"{output.done} pictures of {width} x {height} in {time.time() - started:.1f} s:")
+    print(output.written() + (f", {sheet}" if sheet else ""))
 
 
 def encode_jobs(text_encoder, jobs: list[dict], args) -> tuple[list, list]:

@@ -109,7 +109,7 @@ PHASES = {
 
 # Everything else a run is made of. Each has a flag of its name.
 DEFAULTS = dict(
-    dataset=None, latents=None, data_root="data", vae=None, text_encoder=None, tokenizer=None,
+    dataset=None, latents=None, data_root="data", dataset_name="dataset", vae=None, text_encoder=None, tokenizer=None,
     train_text_encoder=False, text_lr=0.1, prediction="epsilon", zero_terminal_snr=False, zero_init="all",
     weighting="min_snr", offset_noise=0.0, lr_schedule="cosine", beta1=0.9, beta2=0.999, clip=1.0, adaptive_clip=0.0,
     latent_fraction=1.0, seed=0, max_steps=None, minutes=None, unet=None,
@@ -120,9 +120,9 @@ DEFAULTS = dict(
 )  # fmt: skip
 # What --resume may change; the rest must stay as the run began.
 CHANGEABLE = set(
-    "dataset latents data_root vae text_encoder tokenizer max_steps minutes epochs lr batch accumulate grad_checkpoint "
-    "kernels compress_gradients peer_copies dtype channels_last save_steps keep_last keep_every val_steps val_images "
-    "sample_steps sample_prompts sample_cfg log_steps max_skipped wandb".split()
+    "dataset latents data_root dataset_name vae text_encoder tokenizer max_steps minutes epochs lr batch accumulate "
+    "grad_checkpoint kernels compress_gradients peer_copies dtype channels_last save_steps keep_last keep_every "
+    "val_steps val_images sample_steps sample_prompts sample_cfg log_steps max_skipped wandb".split()
 )
 TOO_MANY_SKIPPED = (
     "error: {} steps in a row had gradients that are not finite; look for NaN in the latents, lower --lr, or go on "
@@ -154,7 +154,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--zero_init", choices=["all", "original", "none"], help="which layers start at zero")
 
     g = p.add_argument_group("data")
-    g.add_argument("--data_root", help="folder of <source>/dataset and <source>/latents")
+    g.add_argument("--data_root", help="folder of <source>/dataset and <source>/latents_<size>, or else latents")
+    g.add_argument("--dataset_name", help="name of the dataset's folder below each source")
     g.add_argument("--data", help="sources below it: name[:weight[:cap]],...")
     g.add_argument("--dataset", help="one dataset folder, instead of --data (default: none)")
     g.add_argument("--latents", help="and its latents (default: none)")
@@ -311,6 +312,8 @@ def resolve(args, saved: dict | None) -> dict:
         )
     if (settings["dataset"] is None) != (settings["latents"] is None):
         raise InputError("--dataset and --latents name one source together: give both, or --data_root alone")
+    if settings["dataset"] is not None and args.dataset_name is not None:
+        raise InputError("--dataset_name is of sources below --data_root: drop it, or --dataset and --latents")
     return settings
 
 

@@ -90,12 +90,18 @@ class Source(NamedTuple):
 
 
 def parse_sources(settings: dict) -> list[Source]:
-    """`name[:weight[:cap]],...` below data_root, or the one --dataset with its --latents."""
+    """`name[:weight[:cap]],...` below data_root, or the one --dataset with its --latents.
+
+    Below a source's folder the dataset is the folder dataset_name, and the latents are latents_<size>, or latents where
+    there is no such folder. settings: data_root, data, dataset, latents; and dataset_name and size, where one cares.
+    """
     if settings["dataset"] is not None:
         return [
             Source(Path(settings["dataset"]).name, None, None, Path(settings["dataset"]), Path(settings["latents"]))
         ]
-    root, sources = Path(settings["data_root"]), []
+    root, sources, dataset = Path(settings["data_root"]), [], settings.get("dataset_name", "dataset")
+    if dataset in ("", ".", "..") or Path(dataset).name != dataset:
+        raise InputError(f"--dataset_name wants the name of a folder below each source, found {dataset!r}")
     for part in settings["data"].split(","):
         name, *numbers = part.strip().split(":")
         try:
@@ -106,7 +112,10 @@ def parse_sources(settings: dict) -> list[Source]:
                 raise ValueError
         except ValueError:
             raise InputError(f"--data wants name[:weight[:cap]],... with positive numbers, found {part!r}") from None
-        sources.append(Source(name, weight, cap, root / name / "dataset", root / name / "latents"))
+        latents = root / name / f"latents_{settings.get('size')}"
+        if not latents.is_dir():
+            latents = root / name / "latents"
+        sources.append(Source(name, weight, cap, root / name / dataset, latents))
     if len({s.weight is None for s in sources}) > 1:
         raise InputError(f"--data wants weights for all sources or for none, found {settings['data']!r}")
     return sources

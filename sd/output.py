@@ -58,7 +58,7 @@ class Output:
         self.single = path.suffix.lower() == ".png"
         self.path, self.folder = path, path.parent if self.single else path
         self.count, self.overwrite, self.done, self.first = count, overwrite, 0, 0
-        self.columns = columns
+        self.columns, self.ends = columns, {}
         self.paths: dict[int, Path] = {}  # of the first ones, for the grid
         if path.suffix.lower() in self.OTHERS:
             raise InputError(f"--out {path} names no PNG: pictures are written as .png, or give a folder")
@@ -89,6 +89,8 @@ class Output:
             except OSError as e:
                 raise InputError(f"{path} could not be written ({e.strerror or e})") from None
         self.done += 1
+        ends = self.ends | {i: path}
+        self.ends = {k: ends[k] for k in (min(ends), max(ends))}
         if not self.single and i < grid_capacity(*picture.shape[:2], self.columns):
             self.paths[i] = path
 
@@ -113,6 +115,10 @@ class Output:
         if len(pictures) < self.done:
             print(f"{name} shows the first {len(pictures)} of {self.done}: a larger one would not open everywhere")
         return self.folder / name
+
+    def written(self) -> str:
+        """The path of the picture, or those of the first and the last."""
+        return " to ".join(str(path) for path in self.ends.values())
 
     def told(self) -> str:
         return f"{self.done} of {self.count} pictures are painted, in {self.path if self.single else self.folder}"

@@ -102,8 +102,10 @@ def load_data(settings: dict, text_encoder: TextEncoder, pretouch: bool) -> Data
     for s, store in zip(sources, stores):
         m = store.manifest
         if m["size"] != settings["size"]:
+            own = s.latents.with_name(f"latents_{settings['size']}")
+            hint = "" if settings["dataset"] or own == s.latents else f"; {own}, which would be taken, is not there"
             raise InputError(
-                f"latents of {settings['size']} px were wanted, and those in {s.latents} are of {m['size']}"
+                f"latents of {settings['size']} px were wanted, and those in {s.latents} are of {m['size']}{hint}"
             )
         if not m["scaled"]:
             raise InputError(f"scaled latents were wanted, and {s.latents} says they are not; encode them again")

@@ -8,6 +8,9 @@ import json
 import math
 import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -186,6 +189,62 @@ def test_numbers_go_on_and_nothing_is_overwritten(model, tmp_path):
     assert (tmp_path / "one.png").read_bytes() == before
     paint(model, tmp_path / "one.png", "--prompt", "b", "--overwrite")
     assert (tmp_path / "one.png").read_bytes() != before
+
+
+def test_the_last_line_names_the_files(model, tmp_path, capsys):
+    """One picture: its path. Several: the first, the last and the grid, in as many columns as were asked for."""
+
+    def last(out, *flags):
+        paint(model, out, *flags)
+        return capsys.readouterr().out.splitlines()[-1]
+
+    out, prompts = tmp_path / "out", tmp_path / "prompts.jsonl"
+    assert last(out, "--prompt", "a") == f"{out}/00000.png"
+    assert last(tmp_path / "one.png", "--prompt", "a") == f"{tmp_path}/one.png"
+    prompts.write_text("".join(json.dumps({"prompt": p, "seed": i}) + "\n" for i, p in enumerate(["b " * 99, "", "c"])))
+    flags = ["--prompts_file", str(prompts), "--batch", "2", "--grid", "3"]
+    assert last(out, *flags) == f"{out}/00001.png to {out}/00003.png, {out}/grid_00001.png"
+    assert names(out) == ["00000.png", "00001.png", "00002.png", "00003.png", "grid_00001.png"]
+    painted = np.stack([pixels(out / f"0000{i}.png") for i in (1, 2, 3)]).astype(np.uint8)
+    assert np.array_equal(pixels(out / "grid_00001.png"), sd.pictures.grid(painted, 3, labels=["b " * 99, "", "c"]))
+    with pytest.raises(InputError, match="--grid wants at least 1, found 0"):
+        paint(model, out, *flags[:-1], "0")
+
+
+def make(*words, **variables) -> subprocess.CompletedProcess:
+    root = Path(SD_ImageGen.__file__).parent
+    return subprocess.run(["make", "-s", "VENV=none", *words], cwd=root, capture_output=True, text=True,
+                          env=os.environ | variables)  # fmt: skip
+
+
+TYPED = ['it\'s $5 "a" `touch x` $(touch x) $$ ${HOME} \\ # %', "--help", "赤いリンゴ", "$(shell touch x)"]
+
+
+@pytest.mark.parametrize("typed", TYPED)
+def test_make_paint_hands_a_prompt_on_as_it_was_typed(tmp_path, typed):
+    """On make's command line and in the environment, neither make nor the shell reads anything in it."""
+    (tmp_path / "stub.py").write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
+    stub = f"PYTHON={sys.executable} {tmp_path}/stub.py"
+    for done in (make("paint", stub, f"PROMPT={typed}", f"MODEL=m {typed}"),
+                 make("paint", stub, PROMPT=typed, MODEL=f"m {typed}")):  # fmt: skip
+        given = json.loads(done.stdout)
+        assert given[:3] == ["SD_ImageGen.py", f"--model=m {typed}", f"--prompt={typed}"], done.stderr
+
+
+def test_make_paint_paints(model, tmp_path):
+    """With a model in another folder: the last line is the picture's path. Without the model that comes along: one
+    sentence and status 2."""
+    python = f"PYTHON={sys.executable}"
+    done = make("paint", python, f"MODEL={model}", f"OUT={tmp_path}/o's")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"{tmp_path}/o's/00000.png"
+    with Image.open(done.stdout.splitlines()[-1]) as picture:
+        said = json.loads(picture.text["sd"])
+    assert [said[k] for k in ("prompt", "sampler", "steps", "cfg")] == ["a red apple, 3d render", "dpmpp_2m", 20, 5]
+    if not (Path(SD_ImageGen.__file__).parent / "demo/drawings").exists():
+        done = make("paint", python)
+        assert done.returncode == 2 and not done.stdout
+        assert done.stderr.startswith("error: demo/drawings, with which make paint paints, is not in this copy; ")
 
 
 def test_two_programs_in_one_folder(tmp_path, monkeypatch, capsys):
