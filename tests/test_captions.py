@@ -139,7 +139,7 @@ def test_a_worker_of_04_does_without_transformers(emoji):
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import importlib; from pathlib import Path\n"
         "script = importlib.import_module('04_tokenise'); fast = Path(sys.argv[2]).read_text()\n"
-        "encode = script.encoder_of('nowhere', fast); print(encode(['cat 1', 'a ' * 30])[1])\n"
+        "encode = script.encoder_of('nowhere', fast, 12); print(encode(['cat 1', 'a ' * 30])[1])\n"
         "assert 'transformers' not in sys.modules"
     )
     (emoji / "fast").write_text(sd.text.fast_tokenizer(micro.make_tokenizer()))
