@@ -92,7 +92,7 @@ def read_batches(
     """The rows of a token file, `count` at a time, as batches of `schema`; fails in one sentence where it has other
     columns, or nulls. A file without the columns of further captions has none of these. split_column: one more column
     of texts, which may be null or absent."""
-    names = [*schema.names, *([split_column] if split_column and split_column not in schema.names else [])]
+    names = [*schema.names, *([split_column] if split_column else [])]
     with reading(path, AGAIN):
         file = pq.ParquetFile(path)
         known = [name for name in names if name in file.schema_arrow.names or name not in (*MORE, split_column)]
@@ -349,6 +349,8 @@ def main() -> None:
         raise InputError(
             f"--val_fraction is {args.val_fraction} and must lie in [0, 1), --file_rows must be at least 1"
         )
+    if args.split_column in ("", "image_key", "input_ids", "caption", *MORE):
+        raise InputError(f"--split_column wants a column that says train or val, found {args.split_column!r}")
 
     manifests = read_manifests(args.tokens)
     inputs = [
@@ -357,7 +359,7 @@ def main() -> None:
     ]
     settings = {"val_fraction": args.val_fraction, "file_rows": args.file_rows, "inputs": inputs}
     listed = read_list(args.val_list) if args.val_list else None
-    if args.split_column:
+    if args.split_column is not None:
         settings["split_column"] = args.split_column
     if args.val_list:
         settings["val_list"] = sha256(args.val_list)

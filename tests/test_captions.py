@@ -139,7 +139,7 @@ def test_a_worker_of_04_does_without_transformers(emoji):
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import importlib; from pathlib import Path\n"
         "script = importlib.import_module('04_tokenise'); fast = Path(sys.argv[2]).read_text()\n"
-        "encode = script.encoder_of('nowhere', fast); print(encode(['cat 1', 'a ' * 30])[1])\n"
+        "encode = script.encoder_of('nowhere', fast, 12); print(encode(['cat 1', 'a ' * 30])[1])\n"
         "assert 'transformers' not in sys.modules"
     )
     (emoji / "fast").write_text(sd.text.fast_tokenizer(micro.make_tokenizer()))
@@ -262,6 +262,8 @@ def test_05_refuses_lists_and_columns_that_say_nothing_or_nonsense(tmp_path):
     assert "names no row" in build(tmp_path / "d", rich, "--val_list", tmp_path / "l", status=2)
     assert "cannot read" in build(tmp_path / "d", rich, "--val_list", tmp_path / "none", status=2)
     assert "column part that" in build(tmp_path / "d", rich, "--split_column", "part", status=2)
+    for name in ("", "caption", "more_input_ids"):
+        assert "a column that says" in build(tmp_path / "d", rich, "--split_column", name, status=2)
     everything = token_folder(tmp_path / "b", "b", 9, ["val"] * 9)
     assert "name fewer" in build(tmp_path / "d", everything, "--split_column", status=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "l"]
