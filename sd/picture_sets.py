@@ -191,7 +191,8 @@ def feed(
         noise = step_noise(seed, step, (batch, channels, side, side))
         return which, *(t.pin_memory() if pinned else t for t in (chosen, noise))
 
-    with ThreadPoolExecutor(1) as thread:
+    here = {"initializer": torch.cuda.set_device, "initargs": (device,)} if pinned else {}  # each thread has its own
+    with ThreadPoolExecutor(1, **here) as thread:
         waiting = deque(thread.submit(make, begin + i) for i in range(ahead))
         try:
             while True:
