@@ -32,8 +32,10 @@ from sd.shapes import (  # noqa: E402
     SHAPES,
     coverage,
     draw_jittered,
+    nearest,
     outline,
     shape_prompts,
+    to_lab,
 )
 
 ATTRIBUTES = ("colour", "shape", "position", "background")
@@ -42,20 +44,6 @@ TEMPLATE = 96  # side of the shape's own frame
 CONTRAST = 20.0  # least distance in Lab between a shape and its background (the nearest pair of the palette has 50)
 OVERLAP = 0.75  # least intersection over union of a mask with an ideal outline
 AREA = (0.015, 0.30)  # of the picture (a drawn shape has 0.03 to 0.12)
-
-
-def to_lab(rgb: np.ndarray) -> np.ndarray:
-    """RGB uint8 [..., 3] to CIE Lab, float32, where equal distances look about equally different."""
-    flat = np.ascontiguousarray(rgb.reshape(1, -1, 3), np.float32) / 255
-    return cv2.cvtColor(flat, cv2.COLOR_RGB2Lab).reshape(rgb.shape)
-
-
-def nearest(rgb: np.ndarray, palette: dict[str, tuple]) -> str:
-    """The palette's name that is nearest to a colour [3], in Lab."""
-    distances = np.linalg.norm(
-        to_lab(np.array(list(palette.values()), np.uint8)) - to_lab(rgb.astype(np.uint8)), axis=1
-    )
-    return list(palette)[int(distances.argmin())]
 
 
 def frame(mask: np.ndarray) -> np.ndarray:
