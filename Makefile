@@ -23,7 +23,7 @@ override OUT := $(value OUT)
 export PROMPT MODEL OUT
 NO_MODEL = error: demo/drawings, with which make paint paints, is not in this copy; name a model with MODEL=FOLDER
 
-.PHONY: demo paint test test_slow faults lint clean_demo help
+.PHONY: demo paint test test_slow faults doctor_table lint clean_demo help
 
 demo: $(VENV)/installed  ## draw pictures, train on them, paint, and check the result: 8 minutes on two CPU cores
 	$(PY) demo/run.py
@@ -42,6 +42,9 @@ test_slow: $(VENV)/installed_dev  ## run the tests that take minutes or gigabyte
 faults: $(VENV)/installed_dev  ## attack real trainings and count what they survive (docs/FAULTS.md)
 	$(PY) tests/faults/run.py
 
+doctor_table: $(VENV)/installed_dev  ## break 35 small runs on purpose and count what SD_Doctor.py finds (docs/DOCTOR.md)
+	$(PY) tests/doctor/run.py
+
 lint: $(VENV)/installed_dev  ## check style alone
 	$(PY) -m ruff check . && $(PY) -m ruff format --check .
 
@@ -49,7 +52,7 @@ clean_demo:  ## remove what the demo made
 	rm -r runs/demo
 
 help:  ## list these targets
-	@awk -F ':.*## ' '/^[a-z_]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z_]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 .venv/installed: requirements.txt
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv

@@ -3,7 +3,7 @@
     python SD_Run.py --plot runs/1_broad          # draw curves.png anew, of a running run too
     python SD_Run.py --lineage runs/2_hq       # the chain of parents of a checkpoint, run or export
 
-Run folder: config.json, log.jsonl, validation.jsonl, curves.png, samples/, checkpoints/step_00012000/.
+Run folder: config.json, log.jsonl, validation.jsonl, health.jsonl, curves.png, samples/, checkpoints/step_00012000/.
 Checkpoint: unet.safetensors, unet_ema.safetensors, text_encoder/ and text_encoder_ema/ (if trained), vae/ (if small),
 optimizer.pt, model.json (what it is), state.json (where training stands), manifest.json (sha256 of every file).
 """

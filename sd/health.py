@@ -127,7 +127,8 @@ class Health:
     def __init__(self, log: Log | None, denoiser: Denoiser, ema: Denoiser, settings: dict, schedule: NoiseSchedule,
                  text_of, train: Split, plan: Plan, shared: bool):  # fmt: skip
         """log: None for other processes. shared: whether update.shared is there (see sd/step.py)."""
-        self.log, self.every, self.shared = log, settings["health_steps"] if log else 0, shared
+        self.every, self.shared = settings["health_steps"], shared
+        self.log = log if self.every else None
         self.denoiser, self.settings, self.schedule, self.text_of = denoiser, settings, schedule, text_of
         self.train, self.plan = train, plan
         named = dict(denoiser.named_parameters())
@@ -153,7 +154,7 @@ class Health:
     def before(self, step: int, batch: Batch):
         """Between the gradients of step `step` (from 0) and the update. batch: the last micro-batch."""
         self.batch, self.figures = batch, None
-        if not self.every or (step + 1) % self.every:
+        if self.log is None or (step + 1) % self.every:
             return
         part = batch.map(lambda x: x[:PROBED])
         self.figures = probed(self.denoiser, part, self.text_of(part.ids), self.schedule, self.settings["dtype"])

@@ -180,6 +180,7 @@ def test_a_skipped_step_tells_what_was_in_it(world, tmp_path):
         argv = micro.flags(root, root / name, "--health_steps", n, "--batch", 6)
         assert micro.status_of(micro.start(argv, root / f"{name}.txt")) == 0, (root / f"{name}.txt").read_text()
     rows = [r for r in micro.rows(root / "on", "health.jsonl") if r.get("skipped_step")]
+    assert not (root / "off" / "health.jsonl").exists()
     assert rows and all(r["latents_not_finite"] == [keys[-1]] and keys[-1] in r["keys"] for r in rows)
     assert sum(r["skipped"] for r in micro.rows(root / "on")) == len(rows)
     assert micro.differences(root / "on", root / "off", settings=False) == []

@@ -220,7 +220,7 @@ BROKEN = {
     "overtrained": (["overtraining"], dict(source="few", max_steps=480), None, None, []),
     "learned by heart": (["learned by heart"], dict(source="four", max_steps=400), None, None, []),
     "one picture for all": (["pictures differ"], dict(source="one"), None, None, []),
-    "zeros as the null condition": (["null condition"], dict(drop=0.2), zeros_for_null, None, []),
+    "zeros as the null condition": (["null condition"], dict(drop=0.3, max_steps=500), zeros_for_null, None, []),
     "no caption dropout": (["caption dropout"], dict(drop=0), None, None, []),
     "all captions dropped": (["caption dropout", "text"], dict(drop=1), None, None, []),
     "said to predict noise, predicts v": (["prediction"], dict(prediction="v"), None, told(prediction="epsilon"), []),
