@@ -77,8 +77,8 @@ def main():
     p = parser(__doc__)
     g = p.add_argument_group("the demo")
     g.add_argument("--base", type=Path, default=Path("runs/demo/train"), help="run or model to start from")
-    g.add_argument("--old_pictures", type=Path, default=Path("runs/demo/data/shapes/images"), help="tars of what it was "
-                   "trained on, which are trained on half of the time, so that nothing is forgotten")  # fmt: skip
+    g.add_argument("--old_pictures", type=Path, default=Path("runs/demo/data/shapes/images"), help="tars of what it "
+                   "was trained on, which are trained on half of the time, so that nothing is forgotten")  # fmt: skip
     g.add_argument("--out", type=Path, default=Path("runs/finetune"), help="folder of all that it makes")
     args = p.parse_args()
     for path in (args.base, args.old_pictures):
