@@ -46,22 +46,23 @@ def weight_of(module: nn.Module) -> torch.Tensor:
 
 
 class _LowRank(torch.autograd.Function):
-    """x w^T + scale (x down^T) up^T, in one dtype, where w is frozen: the second product is added within the first's
-    output, forward and backward, and no gradient of w is made."""
+    """x w^T + scale (x down^T) up^T, in one dtype, where w is frozen: no gradient of it is made, and what the thin
+    matrices give is added within their product's kernel, forward and backward. x [N, in], w [out, in]."""
 
     @staticmethod
     def forward(ctx, x, w, down, up, scale):
-        h = (x @ down.t()).mul_(scale)  # [N, r]
+        h = x @ down.t()  # [N, r]
         ctx.save_for_backward(x, w, down, up, h)
         ctx.scale = scale
-        return (x @ w.t()).addmm_(h, up.t())
+        return (x @ w.t()).addmm_(h, up.t(), alpha=scale)
 
     @staticmethod
     def backward(ctx, dy):
         x, w, down, up, h = ctx.saved_tensors
-        dh = (dy @ up).mul_(ctx.scale)  # [N, r]
-        dx = (dy @ w).addmm_(dh, down) if ctx.needs_input_grad[0] else None
-        return dx, None, dh.t() @ x, dy.t() @ h, None
+        dh, scale = dy @ up, ctx.scale  # [N, r]
+        dx = (dy @ w).addmm_(dh, down, alpha=scale) if ctx.needs_input_grad[0] else None
+        ddown = torch.addmm(down, dh.t(), x, beta=0, alpha=scale)  # with beta = 0, its first argument is not read
+        return dx, None, ddown, torch.addmm(up, dy.t(), h, beta=0, alpha=scale), None
 
 
 def product(x: torch.Tensor, w: torch.Tensor, *layers: nn.Module, bias=None) -> torch.Tensor:
@@ -72,9 +73,12 @@ def product(x: torch.Tensor, w: torch.Tensor, *layers: nn.Module, bias=None) -> 
         return F.linear(x, w, bias)
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    down = torch.cat([weight_of(a.down).flatten(1) for a in adapters]).to(dtype)  # [r of all, in]
-    up = [weight_of(a.up).flatten(1).to(dtype) for a in adapters]
-    up = up[0] if len(up) == 1 else torch.block_diag(*up)  # [out, r of all]
+    downs, ups = (
+        [weight_of(a).flatten(1).to(dtype) for a in parts] for parts in zip(*((a.down, a.up) for a in adapters))
+    )
+    down, up = downs[0], ups[0]
+    if len(adapters) > 1:
+        down, up = torch.cat(downs), torch.block_diag(*ups)  # [r of all, in], [out, r of all]
     flat = x.reshape(-1, x.shape[-1]).to(dtype)
     y = _LowRank.apply(flat, w.to(dtype), down, up, adapters[0].scale).view(*x.shape[:-1], len(w))
     return y if bias is None else y + bias.to(dtype)

@@ -42,7 +42,7 @@ def unet_flops(config: UNetConfig, latent: tuple[int, int, int], tokens: int) ->
 def passes(settings: dict) -> int:
     """A step's work, in forward passes: the backward pass is two, or beside adapters one, as it needs no gradients of
     the frozen weights."""
-    return 2 if settings["lora"] else 3
+    return 2 if settings.get("lora") else 3
 
 
 USUAL_MFU = 0.25  # of a card's peak, in dry runs: small networks on small pictures reach 0.12, the full one 0.4
@@ -197,7 +197,7 @@ def activation_bytes(settings: dict, batch: int, device: torch.device) -> tuple[
         if settings["kernels"]:
             apply(unet)
         denoiser = Denoiser(unet, None)
-        if settings["lora"]:
+        if settings.get("lora"):
             inject(denoiser, settings)
             settle_base(denoiser, settings)
         held = list(denoiser.parameters())
