@@ -41,11 +41,12 @@ from sd.device import Place, check_agreement, peak_flops, setup_device, sum_over
 from sd.errors import InputError, run
 from sd.inputs import agreed_flags, agreed_inputs, check_inputs, crc, hash_inputs
 from sd.log import Window
+from sd.lora import TARGETS, check_flags
 from sd.networks import read_overrides, unet_config
-from sd.objective import BINS, Denoiser, describe_weights, validate
+from sd.objective import BINS, describe_weights, validate
 from sd.optim import clip_limit, ema_decay
 from sd.painting import sample_grid, sample_prompts
-from sd.plan import Course, Plan, choose_grad_checkpoint, dry_run, make_plan, mean_flops, rank_positions
+from sd.plan import Course, Plan, choose_grad_checkpoint, dry_run, make_plan, mean_flops, passes, rank_positions
 from sd.run_folder import RunFolder
 from sd.setup import (
     Data,
@@ -54,6 +55,7 @@ from sd.setup import (
     fresh_unet,
     load_data,
     load_text_encoder,
+    make_denoiser,
     open_trained,
     text_for,
     vae_of_latents,
@@ -102,6 +104,8 @@ PHASES = {
     "openmoji":    Phase(None, "small", "openmoji",       128, 400,    3e-4,   500,   0.10, 5,     0.999,  "scaled_linear",     1e-2, 128,   1),  # noqa: E501
     "drawings_128": Phase(None, "small", "drawings",      128, 100,    4e-4,   500,   0.10, 5,     0.999,  "scaled_linear",     1e-2, 256,   1),  # noqa: E501
     "drawings_256": Phase(None, "small", "drawings",      256, 20,     2.5e-4, 200,   0.10, 5,     0.999,  "scaled_linear",     1e-2, 128,   1),  # noqa: E501
+    "finetune":    Phase(None, "sd15",  "mine",           512, 10,     2e-6,     0,   0.05, 5,     0.999,  "scaled_linear",     1e-2,   4,   1),  # noqa: E501
+    "lora":        Phase(None, "sd15",  "mine",           512, 20,     1e-4,     0,   0.05, 5,     0.999,  "scaled_linear",     1e-2,   4,   1),  # noqa: E501
     "demo":        Phase(None, "tiny",  "shapes",          64, 10,     2e-3,   100,   0.10, 5,     0.99,   "scaled_linear",     1e-2,  32,   1),  # noqa: E501
 }
 
@@ -117,7 +121,13 @@ DEFAULTS = dict(
     dtype=None, channels_last=None, save_steps=1000, keep_last=3, keep_every=0,
     val_steps=500, val_images=256, sample_steps=1000, sample_prompts=None, sample_cfg=7.5, log_steps=10,
     max_skipped=10, wandb="auto",
+    lora=None, lora_alpha=None, lora_conv=None, lora_targets="transformer",
 )  # fmt: skip
+# What a phase changes of them. These phases go on from a model that is there.
+FURTHER = {
+    "finetune": dict(lr_schedule="constant"),
+    "lora": dict(lr_schedule="constant", lora=16, text_lr=0.5),
+}
 # What --resume may change; the rest must stay as the run began.
 CHANGEABLE = set(
     "dataset latents data_root dataset_name vae text_encoder tokenizer max_steps minutes epochs lr batch accumulate "
@@ -152,6 +162,15 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--text_lr", type=float, help="its learning rate, as a multiple of --lr")
     g.add_argument("--vae", help="for sample grids (default: the one that the latents were made with)")
     g.add_argument("--zero_init", choices=["all", "original", "none"], help="which layers start at zero")
+
+    g = p.add_argument_group("adapters")
+    g.add_argument("--lora", type=int, metavar="RANK", help="train a LoRA of this rank on the frozen weights of "
+                   "--init_from (default: phase lora 16; elsewhere none, all weights are trained)")  # fmt: skip
+    g.add_argument("--lora_alpha", type=float, help="the adapter counts alpha / rank times (default: the rank)")
+    g.add_argument("--lora_targets", choices=TARGETS, help="layers that have one: attention; those of the whole "
+                   "transformers; all, with residual blocks and samplers (LoCon)")  # fmt: skip
+    g.add_argument("--lora_conv", type=int, metavar="RANK", help="rank on 3x3 convolutions, for --lora_targets all; "
+                   "its alpha / rank is that of --lora (default: as --lora)")  # fmt: skip
 
     g = p.add_argument_group("data")
     g.add_argument("--data_root", help="folder of <source>/dataset and <source>/latents_<size>, or else latents")
@@ -248,7 +267,7 @@ def resolve(args, saved: dict | None) -> dict:
     phase = phase_named(args.phase)
     row = PHASES[phase]._asdict()
     row.pop("number")
-    settings = {"phase": phase} | row | DEFAULTS | (saved or {})
+    settings = {"phase": phase} | row | DEFAULTS | FURTHER.get(phase, {}) | (saved or {})
     settings.pop("compile", None)  # of runs that older revisions began
     if saved is not None and saved["phase"] != phase:
         raise InputError(
@@ -269,6 +288,12 @@ def resolve(args, saved: dict | None) -> dict:
     if settings["model"] not in PRESETS:
         raise InputError(f"--model wants one of {', '.join(PRESETS)}, found {settings['model']!r}")
     unet_config(settings)  # or what is wrong with it
+    check_flags(settings)
+    if (settings["lora"] or phase in FURTHER) and not (saved or args.init_from or args.benchmark or args.dry_run):
+        what = "--lora" if settings["lora"] else f"--phase {phase}"
+        raise InputError(
+            f"{what} goes on from weights that are there: name a model, an SD 1.x file say, with --init_from"
+        )
     ends = ("epochs", "max_steps", "minutes")
     if given := [name for name in ends if getattr(args, name) is not None]:
         if len(given) > 1:
@@ -399,14 +424,15 @@ def main(argv=None):
     # Networks, data, and the plan made of both.
     unet = fresh_unet(args, settings, device)
     if args.benchmark and args.data_root is args.dataset is args.data is None:
-        unet.set_grad_checkpoint(choose_grad_checkpoint(settings, Denoiser(unet, None), None, device, say))
-        return train_benchmark(args.benchmark, settings, Denoiser(unet, None), schedule, place, args.trace)
-    text_encoder = load_text_encoder(settings, checkpoint)
+        denoiser = make_denoiser(unet, None, settings)
+        unet.set_grad_checkpoint(choose_grad_checkpoint(settings, denoiser, None, device, say))
+        return train_benchmark(args.benchmark, settings, denoiser, schedule, place, args.trace)
+    text_encoder = load_text_encoder(settings, checkpoint, args.init_from)
     text_encoder.requires_grad_(settings["train_text_encoder"])
-    denoiser = Denoiser(unet, text_encoder if settings["train_text_encoder"] else None)
+    denoiser = make_denoiser(unet, text_encoder, settings)
     data = load_data(settings, text_encoder, pretouch=local == 0)
     describe_data(data, settings, say)
-    inputs = hash_inputs(data, text_encoder, settings["train_text_encoder"])
+    inputs = hash_inputs(data, text_encoder, settings["train_text_encoder"] and not settings["lora"])
     if saved:
         check_inputs(saved, data, inputs, say)
     plan = make_plan(args, settings, data, saved, world, say)
@@ -444,7 +470,7 @@ def main(argv=None):
         f"{device}, {settings['dtype']}; from step {progress.step:,}")  # fmt: skip
 
     stop, peak = stop_on_signals(), peak_flops(device)
-    flops = 3 * mean_flops(unet.config, data.train) if peak else None
+    flops = passes(settings) * mean_flops(unet.config, data.train) if peak else None
     loader, course = loader_of(*sampled, plan.first, plan.end), Course(plan, settings, progress.seconds)
     bar = tqdm(total=None if course.limit else plan.total, initial=plan.first, disable=not place.first, unit="step",
                dynamic_ncols=True, mininterval=1.0)  # fmt: skip

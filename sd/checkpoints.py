@@ -17,6 +17,7 @@ import torch
 from sd.errors import InputError, reading
 from sd.files import digests, fsync, read_json
 from sd.log import Window
+from sd.lora import from_tensors, load_adapters
 from sd.weights.parts import save_vae
 from sd.weights.read import checkpoint_folders, checkpoint_problem, checkpoint_step
 from sd.weights.tensors import save_tensors
@@ -28,6 +29,8 @@ MAX_STEPS = 99_999_999  # as many as eight digits of a checkpoint's name can tel
 
 STATE = {"settings", "global_batch", "data", "step", "ema_updates", "skipped", "mean_norm", "seen", "lineage", "window"}
 
+ADAPTERS = {"lora.safetensors", "lora_ema.safetensors"}  # instead of weights, where adapters are trained
+
 NEEDED = {"unet.safetensors", "unet_ema.safetensors", "optimizer.pt", "model.json", "state.json"}  # to go on from one
 
 
@@ -35,7 +38,10 @@ def resume_problem(folder: Path, needed: set[str] = NEEDED, state: set[str] = ST
     """Why training cannot go on from a checkpoint folder, or None. needed: its files; state: names in state.json."""
     if fault := checkpoint_problem(folder):
         return fault
-    if missing := needed - set(read_json(folder / "manifest.json")):
+    files = set(read_json(folder / "manifest.json"))
+    if files & ADAPTERS and needed is NEEDED:
+        needed = NEEDED - {"unet.safetensors", "unet_ema.safetensors"} | ADAPTERS
+    if missing := needed - files:
         return f"its manifest lacks {sorted(missing)[0]}"
     try:
         saved, named = json.loads((folder / "state.json").read_text()), checkpoint_step(folder)
@@ -202,7 +208,7 @@ class Checkpointer:
 def write_checkpoint(folder: Path, snapshot: dict):
     """Write a snapshot's files and their manifest into an empty folder, synced to disk."""
     for name, tensors in snapshot["weights"].items():
-        if name.startswith("unet"):
+        if name.startswith(("unet", "lora")):
             save_tensors(tensors, folder / f"{name}.safetensors")
         else:  # text_encoder, text_encoder_ema: as transformers writes them
             encoder = snapshot["text_encoder"]
@@ -223,11 +229,16 @@ def write_checkpoint(folder: Path, snapshot: dict):
 
 
 def load_weights(checkpoint: Path, live, ema):
-    """Live and EMA weights of a checkpoint into two Denoisers, strictly."""
+    """Live and EMA weights of a checkpoint into two Denoisers, strictly; of adapters if they have such."""
     config = config_from_dict(UNetConfig, read_json(checkpoint / "model.json")["unet"])
     if config != live.unet.config:
         raise InputError(f"{checkpoint} holds a UNet of {config}, and the preset is now {live.unet.config}")
     for net, suffix in ((live, ""), (ema, "_ema")):
+        if net.adapters is not None:
+            file = checkpoint / f"lora{suffix}.safetensors"
+            with reading(file, OLDER):
+                load_adapters(net, from_tensors(safetensors.torch.load_file(file), file), file)
+            continue
         file = checkpoint / f"unet{suffix}.safetensors"
         with reading(file, OLDER):
             net.unet.load_state_dict(safetensors.torch.load_file(file))
