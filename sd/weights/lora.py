@@ -95,7 +95,7 @@ def product(change: Change, weight: torch.Tensor) -> torch.Tensor:
             w2 = torch.einsum("rs...,ro,si->oi...", t["lokr_t2"], t["lokr_w2_a"], t["lokr_w2_b"])
         else:
             w2 = t["lokr_w2_a"] @ t["lokr_w2_b"].flatten(1)
-        w2 = w2.reshape(len(w2), -1, *weight.shape[2:])  # [out / a, in / b, ...]
+        w2 = w2.reshape(len(w2), -1, *weight.shape[2:]).contiguous()  # [out / a, in / b, ...]
         whole = torch.kron(w1.reshape(*w1.shape, *[1] * (weight.dim() - 2)), w2)
     if whole.flatten(1).shape != weight.flatten(1).shape:
         raise ValueError(f"{tuple(weight.shape)} wanted, {tuple(whole.shape)} found")
@@ -120,7 +120,8 @@ def delta(change: Change, weight: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"dora_scale {tuple(lengths.shape)} found, one number a row or column wanted")
     shape = [-1 if k == axis else 1 for k in range(weight.dim())]
     moved = weight + added
-    norms = moved.norm(dim=[k for k in range(weight.dim()) if k != axis], keepdim=True)
+    others = [k for k in range(weight.dim()) if k != axis]
+    norms = torch.linalg.vector_norm(moved, dim=others, keepdim=True)
     return moved * (lengths.float().reshape(shape) / norms.clamp_min(torch.finfo(torch.float32).tiny)) - weight
 
 
