@@ -681,7 +681,7 @@ def test_kohyas_metadata_are_what_a1111_looks_for(base, tmp_path):
 def test_kohyas_file_comes_back_bit_for_bit(base, model, tmp_path):
     """kohya -> ours -> kohya: tensors, and the metadata that it had."""
     told = {"ss_v2": "False", "ss_base_model_version": "sd_v1", "ss_network_dim": "x", "ss_network_args": "x",
-            "ss_output_name": "first", "ss_tag_frequency": '{"a": 1}', "ss_network_module": "networks.lora"}  # fmt: skip
+            "ss_output_name": "first", "ss_tag_frequency": '{"a":1}', "ss_network_module": "networks.lora"}  # fmt: skip
     for dtype in ("fp16", "fp32"):
         kind = {"fp16": torch.float16, "fp32": torch.float32}[dtype]
         file = write_kohya(tmp_path / f"{dtype}.safetensors", base, adapters(base), kind, told)
