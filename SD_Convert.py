@@ -30,7 +30,7 @@ import torch
 from sd.cli import parser
 from sd.device import DTYPES
 from sd.errors import InputError, run
-from sd.weights.lora import is_lora, read_lora, text_shapes
+from sd.weights.lora import is_lora, names_its_model, read_lora, text_shapes
 from sd.weights.lora_write import base_for, joined, save_diffusers_lora, save_kohya, save_native_lora
 from sd.weights.merge import averaged, cast_error, split_weight, with_loras
 from sd.weights.read import Model, load_text_encoder, load_vae, open_model
@@ -82,7 +82,8 @@ def main(argv=None):
         raise InputError("--format wants ldm, diffusers, native or, of a LoRA, lora, and was not given")
     args.source, args.weight = split_weight(args.source, "IN")
     out = Path(args.out)
-    remarks, told = (convert_lora if is_lora(args.source) else convert_model)(args, out)
+    whole = args.format == "ldm" and names_its_model(args.source)  # a run's LoRA added to its model
+    remarks, told = (convert_lora if is_lora(args.source) and not whole else convert_model)(args, out)
     for remark in remarks:
         print(f"note: {remark}")
     size = sum(f.stat().st_size for f in out.rglob("*")) if out.is_dir() else out.stat().st_size

@@ -49,7 +49,7 @@ from sd.prompts import (
 )
 from sd.samplers import SAMPLERS
 from sd.speed import sampling_benchmark
-from sd.weights.lora import is_lora
+from sd.weights.lora import is_lora, names_its_model
 from sd.weights.merge import with_loras
 from sd.weights.read import Model, load_text_encoder, load_vae, open_model
 
@@ -215,7 +215,7 @@ def settle(args):
 
 def open_for(args) -> Model:
     """The model that the flags name, with what they say about it. args.lora becomes what PNGs say of the LoRAs."""
-    if is_lora(args.model):
+    if is_lora(args.model) and not names_its_model(args.model):
         raise InputError(f"--model {args.model} is a LoRA: give the model that it is for, and this one as --lora")
     model = open_model(args.model, args.weights, args.prediction, args.zero_terminal_snr, args.tokenizer)
     if args.vae is not None:

@@ -21,6 +21,7 @@ import peft
 import pytest
 import safetensors
 import torch
+import transformers
 from conftest import randomise
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -415,6 +416,27 @@ def test_a_folder_of_peft_adds_what_peft_merges(base, folder, model, tmp_path, k
             assert (after[name] - wanted).abs().max() < 2e-6 * max(1, wanted.abs().max()), name
 
 
+def test_the_two_folders_of_peft_are_one_lora(base, folder, model, tmp_path):
+    """unet/ and text_encoder/, as PEFT's own examples write them; each has its own alpha."""
+    parts = {"unet": diffusers.UNet2DConditionModel.from_pretrained(folder / "unet"),
+             "text_encoder": transformers.CLIPTextModel.from_pretrained(folder / "text_encoder")}  # fmt: skip
+    before, alphas = weights_of(model), {"unet": 3, "text_encoder": 5}
+    for part, module in parts.items():
+        config = peft.LoraConfig(
+            r=4, lora_alpha=alphas[part], target_modules=["to_q", "q_proj"], init_lora_weights=False
+        )
+        wrapped = peft.get_peft_model(module, config)
+        wrapped.save_pretrained(tmp_path / part)
+        parts[part] = wrapped.merge_and_unload().state_dict()
+    after = weights_of(with_loras(open_model(model), [str(tmp_path)])[0])
+    moved = [name for name, t in before.items() if not torch.equal(t, after[name])]
+    assert len(moved) == 10 and sum("q_proj" in name for name in moved) == 2
+    for name in moved:
+        part, path = name.split(".", 1)
+        wanted = parts[part].get(f"{path}.weight", parts[part].get(base.theirs[name].split(".", 1)[1] + ".weight"))
+        assert (after[name] - wanted.reshape(after[name].shape)).abs().max() < 2e-6
+
+
 def test_peft_folders_whose_base_is_another_are_refused(base, tmp_path):
     """PiSSA takes a part out of the base's own weights, which are then not the model's."""
     q = "base_model.model.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
@@ -615,8 +637,9 @@ def run_folder(path: Path, base, live, ema) -> Path:
     save_file(own_names(base, live), folder / "lora.safetensors")
     save_file(own_names(base, ema), folder / "lora_ema.safetensors")
     settings = {"lr": 1e-4, "seed": 7, "size": 512, "weighting": "min_snr", "gamma": 5, "lr_schedule": "cosine",
-                "offset_noise": 0.05, "prediction": "epsilon", "init_from": "models/v1-5.safetensors"}  # fmt: skip
-    (folder / "model.json").write_text(json.dumps({"format": "lora-1", "unet": asdict(UNET)}))
+                "offset_noise": 0.05, "prediction": "epsilon"}  # fmt: skip
+    values = {"format": "checkpoint-1", "unet": asdict(UNET), "base": {"path": "models/v1-5.safetensors"}}
+    (folder / "model.json").write_text(json.dumps(values))
     (folder / "state.json").write_text(json.dumps({"step": 300, "settings": settings}))
     files = {p.name: sha256(p) for p in folder.iterdir()}
     (folder / "manifest.json").write_text(json.dumps(files))

@@ -209,7 +209,7 @@ class Lora:
     changes: dict[str, Change]  # by our module names
     metadata: dict[str, str]  # of its file
     sha256: str
-    settings: dict  # of the run that trained it, where it is ours
+    run: dict  # what its state.json and model.json say, where it is of this project
 
     @property
     def name(self) -> str:
@@ -253,6 +253,15 @@ def is_lora(source: str | Path) -> bool:
     except (safetensors.SafetensorError, OSError):
         names = list(tensors_only(read_tensors(path)[0]))
     return any(LORA_KEYS.search(name) for name in names)
+
+
+def names_its_model(source: str | Path) -> bool:
+    """Whether a path is a checkpoint or run of this project that trained a LoRA and says of which model: it can be
+    opened as that model with the LoRA added."""
+    path = Path(source).expanduser()
+    checkpoints = sorted((path / "checkpoints").glob("step_????????")) if path.is_dir() else []
+    told = (checkpoints[-1] if checkpoints else path) / "model.json"
+    return told.is_file() and "base" in read_json(told) and is_lora(source)
 
 
 def read_lora(source: str, base: Base, weights: str = "ema") -> Lora:
@@ -309,9 +318,10 @@ def read_lora(source: str, base: Base, weights: str = "ema") -> Lora:
             f"{source} does not fit the model: {len(odd)} of {len(found)} modules differ{guessed(tensors, metadata)}; "
             + "; ".join(odd[:5])
         )
-    state = files[0].with_name("state.json") if files[0].name in OWN else Path()
     digest = sha256(files[0]) if len(files) == 1 else hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest()
-    run = read_json(state) if state.is_file() else {}
+    run = {}
+    for name in ("state.json", "model.json") if files[0].name in OWN else ():
+        run |= read_json(files[0].with_name(name)) if files[0].with_name(name).is_file() else {}
     return Lora(source, f"{source}: {in_words(changes)} ({files[0].name})", changes, metadata, digest, run)
 
 

@@ -28,7 +28,10 @@ def base_for(source: str, model: Model | None, text: dict | None = None) -> Base
     file = next(iter(lora_files(Path(source).expanduser(), "ema")), Path())
     if file.name not in OWN or not file.with_name("model.json").is_file():
         return base_of()
-    config = config_from_dict(UNetConfig, read_json(file.with_name("model.json"))["unet"])
+    values = read_json(file.with_name("model.json"))
+    if "unet" not in values:
+        raise InputError(f"{file.with_name('model.json')} is incomplete or of another version: it has no unet")
+    config = config_from_dict(UNetConfig, values["unet"])
     tensors, _ = read_tensors(file)
     text = {
         name.removeprefix("text_encoder.").removesuffix(".up"): torch.Size(
@@ -59,9 +62,7 @@ def joined(loras: list[tuple[Lora, float]], base: Base, dtype: torch.dtype) -> L
         changes[name] = Change({"down": down, "up": torch.cat(ups, 1)}, alpha)
     told = [{"path": lora.path, "weight": weight, "sha256": lora.sha256} for lora, weight in loras]
     found = " and ".join(f"{weight:g} x {lora.path}" for lora, weight in loras)
-    return replace(
-        loras[0][0], found=found, changes=changes, metadata={"sd_joined": own_text({"loras": told})}, settings={}
-    )
+    return replace(loras[0][0], found=found, changes=changes, metadata={"sd_joined": own_text({"loras": told})}, run={})
 
 
 def in_shape(change: Change, name: str, base: Base) -> Change:
@@ -152,12 +153,13 @@ def kohya_metadata(lora: Lora, name: str) -> dict[str, str]:
         "modelspec.title": name,
         "modelspec.date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-    return told | of_training(lora.settings)
+    return told | of_training(lora.run)
 
 
 def of_training(state: dict) -> dict[str, str]:
-    """A run's state.json in kohya's words: whatever of it is known."""
-    s, lr = state.get("settings", {}), state.get("settings", {}).get("lr")
+    """A run's state.json and model.json in kohya's words: whatever of it is known."""
+    s, base = state.get("settings", {}), state.get("base", {}).get("path")
+    lr = s.get("lr")
     size = s.get("size")
     sides = size if isinstance(size, list) else [size, size]
     told = {
@@ -179,7 +181,7 @@ def of_training(state: dict) -> dict[str, str]:
         "ss_noise_offset": s.get("offset_noise") or None,
         "ss_min_snr_gamma": s.get("gamma") if s.get("weighting") == "min_snr" else None,
         "ss_clip_skip": 1 if s else None,  # none: the last layer, which is what this project trains with
-        "ss_sd_model_name": Path(s["init_from"]).name if s.get("init_from") else None,
+        "ss_sd_model_name": Path(base).name if base else None,
         "modelspec.resolution": f"{sides[0]}x{sides[1]}" if size else None,
         "modelspec.prediction_type": s.get("prediction"),
     }
@@ -228,7 +230,7 @@ def save_native_lora(out: Path, lora: Lora, base: Base) -> list[str]:
         save_tensors(cast("LoRA", tensors, torch.float32), tmp / OWN[0], lora.metadata or None)
         values = {"format": "lora-1", "unet": asdict(base.unet_config)}
         (tmp / "model.json").write_text(json.dumps(values, indent=1))
-        if lora.settings:
-            (tmp / "state.json").write_text(json.dumps(lora.settings, indent=1))
+        if "settings" in lora.run:
+            (tmp / "state.json").write_text(json.dumps({k: lora.run[k] for k in ("settings", "step") if k in lora.run}))
         (tmp / "manifest.json").write_text(json.dumps(digests(tmp), indent=1))
     return []
