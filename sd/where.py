@@ -1,5 +1,5 @@
-"""--where: which pictures to train on, by what is known of them. A small typed language, read here: no text of a user's is
-ever run as Python.
+"""--where: which pictures to train on, by what is known of them. A small typed language, read here: no text of a
+user's is ever run as Python.
 
     pwatermark <= 0.5 and original_width >= 512
     license in ("cc0", "cc-by") and not (nsfw or 'x' == status)     # no: a name alone is no comparison
