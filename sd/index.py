@@ -309,25 +309,30 @@ def _json_of(data: bytes | None, counts: Counter) -> dict:
 
 def _tar_rows(part: Part, counts: Counter, rejected: list) -> list[dict]:
     """The rows of a tar's pictures, in its order, whether or not a picture's files lie side by side."""
-    samples, offsets = {}, {}
+    samples, offsets, key = {}, {}, None
     try:
         for name, data, offset in iter_members(part.path, counts):
             member = split_member(name)
             if is_hidden(name):
                 counts["hidden"] += is_picture(name)
-            elif member and member[1] in IMAGE_EXTENSIONS:
-                key, kind = member
-                sample = samples.setdefault(key, {})
-                if key.endswith(".mask"):
-                    counts["mask"] += 1
-                elif key in offsets:
-                    counts["duplicate_key"] += 1
-                else:
-                    offsets[key], sample["picture"] = (offset, kind), _look(data)
-            elif member:
-                samples.setdefault(member[0], {}).setdefault(member[1], data)
+                continue
+            if not member:
+                continue
+            key, kind = member
+            sample = samples.setdefault(key, {})
+            if kind not in IMAGE_EXTENSIONS:
+                sample.setdefault(kind, data)
+            elif key.endswith(".mask"):
+                counts["mask"] += 1
+            elif key in offsets:
+                counts["duplicate_key"] += 1
+            else:
+                offsets[key], sample["picture"] = (offset, kind), _look(data)
     except tarfile.TarError:
         counts["cut_tar"] += 1
+        first = next(iter(offsets), None)
+        if key in offsets and samples[key].keys() != samples[first].keys():  # the last one has lost its end
+            del offsets[key]
     rows = []
     for key, (offset, kind) in offsets.items():
         sample = samples[key]
