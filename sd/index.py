@@ -240,24 +240,25 @@ def _fields(values: dict) -> dict:
     row = {}
     for name, value in values.items():
         if isinstance(value, str):
-            row[COLUMN[TEXT] + name] = clean_text(value)
-        elif isinstance(value, int | float) and math.isfinite(value):
-            row[COLUMN[NUMBER] + name] = float(value)
+            row[COLUMN[TEXT] + clean_text(name)] = clean_text(value)
+        elif isinstance(value, int | float) and (number := _number(value)) is not None:
+            row[COLUMN[NUMBER] + clean_text(name)] = number
     return row
+
+
+def _number(value) -> float | None:
+    """A number, or a text that is one, as a finite float."""
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _numbers_too(values: dict) -> dict:
     """A CSV's values, which are texts: those that are numbers as numbers as well."""
-    row = _fields(values)
-    for name, value in values.items():
-        if isinstance(value, str):
-            try:
-                number = float(value)
-            except ValueError:
-                continue
-            if math.isfinite(number):
-                row[COLUMN[NUMBER] + name] = number
-    return row
+    texts = {name: value for name, value in values.items() if isinstance(value, str)}
+    return _fields(values) | _fields({name: n for name, value in texts.items() if (n := _number(value)) is not None})
 
 
 def _look(data: bytes | None) -> tuple[Header, int] | Reject:
@@ -372,6 +373,8 @@ def _file_rows(part: Part, counts: Counter, rejected: list) -> list[dict]:
     for file, caption, about in part.files:
         key = f"{part.prefix}/{file}"
         try:
+            if clean_text(file) != file:  # bytes of another encoding, which a parquet file cannot hold
+                raise Reject("unsafe_name")
             if caption is None:
                 raise Reject("caption_encoding")
             metadata = _json_of((part.path / about).read_bytes(), counts) if isinstance(about, str) else {}
@@ -383,7 +386,7 @@ def _file_rows(part: Part, counts: Counter, rejected: list) -> list[dict]:
             rows.append(_row(key, picture, 0, texts, fields, {"folder": (part.path / file).parent.name}))
         except Reject as reject:
             counts[reject.reason] += 1
-            rejected.append((key, reject.reason))
+            rejected.append((clean_text(key), reject.reason))
     return rows
 
 

@@ -206,6 +206,20 @@ def test_folders_have_captions_beside_in_lists_or_made_from_names(tmp_path):
     assert left_out["listed_not_found"] == 1
 
 
+def test_odd_names_and_values_in_json_cost_no_index(tmp_path):
+    folder = write_folder(tmp_path / "cat", 2)
+    odd = '{"big": 1%s, "none": null, "nan": NaN, "half \\ud800": "\\ud800", "ok": 2, "n": {"a": 1}}' % ("0" * 400)
+    (folder / "p00.json").write_text(odd)
+    (folder / "p01.json").write_text("[1]")
+    (tmp_path / os.fsdecode(b"cat/\xff.jpg")).write_bytes((folder / "p00.jpg").read_bytes())
+    (tmp_path / os.fsdecode(b"cat/\xff.txt")).write_text("of another encoding")
+    index, left_out, _ = index_of(folder, ["n:ok", "t:half ?"])
+    assert [(r["n:ok"], r["t:half ?"]) for r in index.table.to_pylist()] == [(2, "?"), (None, None)]
+    assert +left_out == {"unsafe_name": 1, "bad_json": 1}
+    assert index.fields == {"key", "offset", "bytes", "captions", "fraction", "n:height", "n:ok", "n:width", "t:folder",
+                            "t:half ?"}  # fmt: skip
+
+
 def test_a_tar_is_read_at_the_members_places(root):
     index, left_out, _ = index_of(root / "tars/images", ["n:score", "t:kind", "n:height", "t:shard"])
     parts = find_parts(str(root / "tars/images"), Captions(), None, Counter())
