@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
+import cv2
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -229,10 +230,11 @@ class Pictures:
         captions = _whole(table["captions"].cast(pa.large_list(large)))
         counts = pc.list_value_length(captions).to_numpy(zero_copy_only=False).astype(np.int64)
         self._texts, self.first = captions.flatten(), None
-        begins = np.cumsum(counts) - counts
-        self.captions = pa.chunked_array([self._texts.take(pa.array(begins))], large)
+        firsts = self._texts
         if len(self._texts) > len(table):
-            self.first = np.concatenate([begins, [len(self._texts)]])
+            self.first = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+            firsts = self._texts.take(pa.array(self.first[:-1]))
+        self.captions = pa.chunked_array([firsts], large)
         self.part, self.offset, self.bytes = (table[name].to_numpy() for name in ("part", "offset", "bytes"))
         self.sizes, self.parts, self.tokenizer, self.say = sizes, parts, tokenizer, say
         self.shapes, self.shape = [shape], np.zeros(len(table), np.int8)
@@ -497,7 +499,7 @@ def load_pictures(settings: dict, text_encoder: TextEncoder, place: Place, say) 
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     workers = min(16, cores) if settings["workers"] is None else settings["workers"]
-    pool = ThreadPoolExecutor(workers, "decode") if workers else None
+    pool = ThreadPoolExecutor(workers, "decode", lambda: cv2.setNumThreads(1)) if workers else None
     columns = Where(settings["where"]).columns() if settings["where"] else []
     if settings["balance"]:
         columns += [COLUMN[kind] + settings["balance"] for kind in (TEXT, NUMBER)]

@@ -659,7 +659,7 @@ def test_where_balance_regularise_and_images(root, tmp_path):
 def test_a_run_does_not_go_on_with_other_pictures_or_another_vae(root, tmp_path):
     folder = write_folder(tmp_path / "cat", 8)
     train(root, tmp_path / "run", folder, "--max_steps", 6, "--stop_at", 3)
-    (folder / "p03.txt").write_text("another caption")
+    (folder / "p03.txt").write_text("number 8")
     again = (folder, "--max_steps", 6, "--resume")
     assert "the training pictures or their captions are others" in train(root, tmp_path / "run", *again, expect=2)
     (folder / "p03.txt").write_text("number 3")
