@@ -1,9 +1,10 @@
-"""Train the UNet (and, if asked, the text encoder) on cached latents, phase after phase.
+"""Train the UNet (and, if asked, the text encoder) on cached latents or on pictures, phase after phase.
 
     python SD_Train.py --phase demo --data_root data --out runs/demo                                   # one device
     torchrun --nproc_per_node=2 SD_Train.py --phase laion_broad --data_root data --out runs/1_broad    # two GPUs
     torchrun --nproc_per_node=2 SD_Train.py --phase laion_hq --data_root data --out runs/2_hq --init_from runs/1_broad
     torchrun ... (the same command) --resume                                                # go on after any stop
+    python SD_Train.py --phase demo --pictures my_cat --init_from runs/demo --out runs/cat           # your own pictures
     python SD_Train.py --phase 1 --data_root data --dry_run                                 # what would be done
     python SD_Train.py --phase 1 --benchmark 200                                            # speed on this card
 
@@ -44,6 +45,7 @@ from sd.log import Window
 from sd.lora import TARGETS, check_flags
 from sd.networks import read_overrides, unet_config
 from sd.objective import BINS, describe_weights, validate
+from sd.online import check_settings, load_pictures, name_vae
 from sd.optim import clip_limit, ema_decay
 from sd.painting import sample_grid, sample_prompts
 from sd.plan import Course, Plan, choose_grad_checkpoint, dry_run, make_plan, mean_flops, passes, rank_positions
@@ -122,6 +124,9 @@ DEFAULTS = dict(
     val_steps=500, val_images=256, sample_steps=1000, sample_prompts=None, sample_cfg=7.5, log_steps=10,
     max_skipped=10, wandb="auto",
     lora=None, lora_alpha=None, lora_conv=None, lora_targets="transformer",
+    pictures=None, captions=None, caption=None, caption_encoding=None, regularise=None, index=None, strict=False,
+    where=None, balance=None, val_fraction=None, window=0, images=None,
+    crop_scale=None, crop_aspect=None, flip=False, jitter=0.0, workers=None, picture_memory=4.0,
 )  # fmt: skip
 # What a phase changes of them. These phases go on from a model that is there.
 FURTHER = {
@@ -132,7 +137,8 @@ FURTHER = {
 CHANGEABLE = set(
     "dataset latents data_root dataset_name vae text_encoder tokenizer max_steps minutes epochs lr batch accumulate "
     "grad_checkpoint kernels compress_gradients peer_copies dtype channels_last save_steps keep_last keep_every "
-    "val_steps val_images sample_steps sample_prompts sample_cfg log_steps max_skipped wandb".split()
+    "val_steps val_images sample_steps sample_prompts sample_cfg log_steps max_skipped wandb "
+    "pictures captions index strict images workers picture_memory".split()
 )
 TOO_MANY_SKIPPED = (
     "error: {} steps in a row had gradients that are not finite; look for NaN in the latents, lower --lr, or go on "
@@ -160,7 +166,8 @@ def parse_args(argv=None) -> argparse.Namespace:
                    "(default: none)")  # fmt: skip
     g.add_argument("--train_text_encoder", help="train it with the UNet", **on)
     g.add_argument("--text_lr", type=float, help="its learning rate, as a multiple of --lr")
-    g.add_argument("--vae", help="for sample grids (default: the one that the latents were made with)")
+    g.add_argument("--vae", help="for sample grids and --pictures (default: the one that the latents were made with; "
+                   "of --pictures that of --init_from, or for sd15 stabilityai/sd-vae-ft-mse)")  # fmt: skip
     g.add_argument("--zero_init", choices=["all", "original", "none"], help="which layers start at zero")
 
     g = p.add_argument_group("adapters")
@@ -181,6 +188,38 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--size", type=int, help="pixels a side")
     g.add_argument("--latent_fraction", type=float, help="use this share of the pictures, chosen by hash of the key")
 
+    g = p.add_argument_group("pictures, encoded while training instead of --data")
+    g.add_argument("--pictures", metavar="DIR or TARS", help="a folder of pictures, tars ('a/{00000..00999}.tar', a "
+                   "glob, a folder), a list with file and caption (.csv, .jsonl, .parquet), or several with commas "
+                   "(default: none)")  # fmt: skip
+    g.add_argument("--captions", metavar="LIST", help="of a folder's pictures: a list with file and caption (default: "
+                   "captions.csv, .jsonl or .parquet in it, else texts beside the pictures)")  # fmt: skip
+    g.add_argument("--caption", metavar="TEXT", help="of all, in which {name} and {folder} stand for a picture's "
+                   "(default: as --captions says)")  # fmt: skip
+    g.add_argument("--caption_encoding", metavar="NAME", help="of captions that are not UTF-8 (default: UTF-8, or "
+                   "UTF-16 with its mark)")  # fmt: skip
+    g.add_argument("--regularise", metavar="DIR:WEIGHT", help="further pictures, shown WEIGHT times as often as all of "
+                   "--pictures, to preserve what the model knows of the class (default: none)")  # fmt: skip
+    g.add_argument("--where", metavar="WORDS", help='which of them, as in "pwatermark<=0.5 and original_width>=512" '
+                   "(default: all)")  # fmt: skip
+    g.add_argument("--balance", metavar="FIELD", help="show every value of this field as often as every other "
+                   "(default: every picture)")  # fmt: skip
+    g.add_argument("--val_fraction", type=float, help="share held out by hash of the key, at least one picture "
+                   "(default: 0.1 of up to 1,000 pictures, else 0.01)")  # fmt: skip
+    g.add_argument("--crop_scale", metavar="LOW,HIGH", help="cut out a random part, of this share of the largest one's "
+                   "area, as in 0.25,1 (default: the whole middle)")  # fmt: skip
+    g.add_argument("--crop_aspect", metavar="LOW,HIGH", help="of its width to its height, as in 0.9,1.1 (default: 1)")
+    g.add_argument("--flip", help="mirror half of the showings", **on)
+    g.add_argument("--jitter", type=float, help="change brightness, contrast and saturation by up to this share")
+    g.add_argument("--window", type=int, help="tars that are shuffled together, for disks that want to read in one "
+                   "place; 0: all")  # fmt: skip
+    g.add_argument("--index", metavar="DIR", help="folder of the index (default: .index beside tars and pictures)")
+    g.add_argument("--strict", help="refuse tars that are cut or missing, and pictures that cannot be used", **on)
+    g.add_argument("--workers", type=int, help="threads that decode, and processes that index (default: a core each, "
+                   "up to 16)")  # fmt: skip
+    g.add_argument("--picture_memory", type=float, metavar="GIB", help="of latents, or decoded pictures, kept by each "
+                   "process")  # fmt: skip
+
     g = p.add_argument_group("optimisation")
     g.add_argument("--epochs", type=float, help="passes over the data")
     g.add_argument("--max_steps", type=int, help="optimizer steps of the whole run, instead of --epochs; of the two, "
@@ -188,6 +227,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--minutes", type=float, help="time of training, instead of --epochs: the learning rate follows the "
                    "clock, and a run that goes on counts what it has spent; not exact to the bit "
                    "(default: as --epochs says)")  # fmt: skip
+    g.add_argument("--images", type=int, help="pictures to show, instead of --epochs (default: as --epochs says)")
     g.add_argument("--stop_at", type=int, help="save and stop after this step; the schedule stays as planned "
                    "(default: the last step)")  # fmt: skip
     g.add_argument("--batch", type=int, help="images a GPU and micro-batch")
@@ -294,7 +334,7 @@ def resolve(args, saved: dict | None) -> dict:
         raise InputError(
             f"{what} goes on from weights that are there: name a model, an SD 1.x file say, with --init_from"
         )
-    ends = ("epochs", "max_steps", "minutes")
+    ends = ("epochs", "max_steps", "minutes", "images")
     if given := [name for name in ends if getattr(args, name) is not None]:
         if len(given) > 1:
             raise InputError(f"--{given[0]} and --{given[1]} both say how long to train: give one of them")
@@ -324,7 +364,8 @@ def resolve(args, saved: dict | None) -> dict:
             raise InputError(f"--{name} wants a number from 0 to below 1, found {settings[name]}")
     if settings["minutes"] is not None and not 0 < settings["minutes"] < 1e6:
         raise InputError(f"--minutes wants a positive number, found {settings['minutes']}")
-    for name, value in (("max_steps", settings["max_steps"]), ("stop_at", args.stop_at), ("benchmark", args.benchmark)):
+    for name, value in (("max_steps", settings["max_steps"]), ("stop_at", args.stop_at), ("benchmark", args.benchmark),
+                        ("images", settings["images"])):  # fmt: skip
         if value is not None and value < 1:
             raise InputError(f"--{name} wants a positive number, found {value}")
     if args.trace and not args.benchmark:
@@ -337,6 +378,9 @@ def resolve(args, saved: dict | None) -> dict:
         )
     if (settings["dataset"] is None) != (settings["latents"] is None):
         raise InputError("--dataset and --latents name one source together: give both, or --data_root alone")
+    check_settings(settings)
+    if given := [n for n in ("data", "dataset", "data_root") if settings["pictures"] and getattr(args, n) is not None]:
+        raise InputError(f"--pictures and --{given[0]} both say what to train on: give one of them")
     if settings["dataset"] is not None and args.dataset_name is not None:
         raise InputError("--dataset_name is of sources below --data_root: drop it, or --dataset and --latents")
     return settings
@@ -390,7 +434,10 @@ def loader_of(data: Data, plan: Plan, settings: dict, null_ids, timesteps: int, 
         )  # fmt: skip
 
     cut = settings["batch"], settings["accumulate"], place.rank, place.world
-    return Prefetcher(batch_at, rank_positions(first, end, plan.global_batch, *cut), place.device)
+    positions = rank_positions(first, end, plan.global_batch, *cut)
+    if settings["pictures"]:
+        positions = data.train.ahead(positions, plan.order)
+    return Prefetcher(batch_at, positions, place.device)
 
 
 def stop_on_signals() -> threading.Event:
@@ -423,15 +470,20 @@ def main(argv=None):
 
     # Networks, data, and the plan made of both.
     unet = fresh_unet(args, settings, device)
-    if args.benchmark and args.data_root is args.dataset is args.data is None:
+    if args.benchmark and args.data_root is args.dataset is args.data is args.pictures is None:
         denoiser = make_denoiser(unet, None, settings)
         unet.set_grad_checkpoint(choose_grad_checkpoint(settings, denoiser, None, device, say))
         return train_benchmark(args.benchmark, settings, denoiser, schedule, place, args.trace)
+    if settings["pictures"]:
+        name_vae(settings, args.init_from)
     text_encoder = load_text_encoder(settings, checkpoint, args.init_from)
     text_encoder.requires_grad_(settings["train_text_encoder"])
     denoiser = make_denoiser(unet, text_encoder, settings)
-    data = load_data(settings, text_encoder, pretouch=local == 0)
-    describe_data(data, settings, say)
+    if settings["pictures"]:
+        data = load_pictures(settings, text_encoder, place, say)
+    else:
+        data = load_data(settings, text_encoder, pretouch=local == 0)
+        describe_data(data, settings, say)
     inputs = hash_inputs(data, text_encoder, settings["train_text_encoder"] and not settings["lora"])
     if saved:
         check_inputs(saved, data, inputs, say)

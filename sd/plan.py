@@ -52,7 +52,7 @@ ROOM = 4 << 30  # bytes for validation and sample grids, which cannot use the me
 
 def mean_flops(config: UNetConfig, split: Split) -> float:
     """unet_flops of a split's pictures, on average over their shapes."""
-    counts, tokens = np.bincount(split.shape, minlength=len(split.shapes)), split.ids.shape[1]
+    counts, tokens = np.bincount(split.shape, minlength=len(split.shapes)), split.length
     each = [unet_flops(config, (config.in_channels, *shape[1:]), tokens) for shape in split.shapes]
     return float(np.average(each, weights=counts))
 
@@ -104,15 +104,18 @@ class Course:
 def make_plan(args, settings: dict, data: Data, saved: dict | None, world: int, say) -> Plan:
     """The plan of a run that begins, or goes on from `saved`, its state.json. On resume the global batch stays, and
     settings["accumulate"] follows the number of processes. InputError if it makes no step or has its end behind it."""
-    order, train = SampleOrder(data.train.sizes, data.weights, settings["seed"]), data.train
+    train = data.train
+    order = SampleOrder(train.sizes, data.weights, settings["seed"], train.windows)
     global_batch = plan_batches(settings, world, saved and saved["global_batch"], args.accumulate is not None)
     if len(train.shapes) > 1:
         order = BucketOrder(order, train.shape, global_batch)
-    total = settings["max_steps"] or int(settings["epochs"] * order.epoch_size) // global_batch
+    images = settings["images"] or int(settings["epochs"] * order.epoch_size)
+    total = settings["max_steps"] or images // global_batch
     if settings["minutes"]:
         total = MAX_STEPS
     if total < 1:
-        raise InputError(f"{settings['epochs']} epochs of {order.epoch_size} pictures make no step of {global_batch}")
+        what = f"{settings['epochs']} epochs of {order.epoch_size} pictures"
+        raise InputError(f"{settings['images'] or what} make no step of {global_batch}")
     first = saved["step"] if saved else 0
     check_end(first, total, args.stop_at, say)
     if saved and settings["minutes"] and saved.get("seconds", 0) >= 60 * settings["minutes"]:
