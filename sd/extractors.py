@@ -46,7 +46,8 @@ class Extractor:
     resize: str  # one of RESIZES
     network: Callable[[torch.Tensor], torch.Tensor]  # fp32 [B, 3, side, side], 0..255 -> [B, D]
     device: torch.device
-    text: Callable[[list[str]], tuple[torch.Tensor, int]] | None = None  # texts -> [N, D], how many were too long
+    text: Callable[[list[str]], torch.Tensor] | None = None  # texts, cut to what it reads -> [N, D]
+    too_long: Callable[[list[str]], int] | None = None  # how many of the texts are cut
     inception: bool = False  # the published Inception of FID, and nothing else
     packages: dict[str, str] = field(default_factory=dict)  # whose versions decide
     shrink: Callable | None = None  # for tf1_bilinear: torch-fidelity's own function
@@ -76,7 +77,7 @@ class Extractor:
             torch.backends.cuda.matmul.allow_tf32 = exact
         if len(features) != len(pictures) or not np.isfinite(features).all():
             raise InputError(
-                f"{self.name} gave {features.shape} features, or some that are not finite, of {len(pictures)} pictures; "
+                f"{self.name} gave features {features.shape}, some not finite perhaps, of {len(pictures)} pictures: "
                 "give other weights"
             )
         return features
@@ -174,43 +175,40 @@ def efficientnet(_: str, device) -> Extractor:
 
 
 def torch_fidelity_module(name: str) -> types.ModuleType:
-    """A module of torch-fidelity without the rest of the package, whose start imports torchvision."""
-    if "torch_fidelity" in sys.modules:
-        return import_module(f"torch_fidelity.{name}")
-    if (spec := importlib.util.find_spec("torch_fidelity")) is None:
-        raise InputError(
-            "--extractor inception:FILE wants torch-fidelity, which is not installed: pip install --no-deps "
-            "torch-fidelity, or -r requirements-eval.txt"
-        )
-    bare = types.ModuleType("torch_fidelity")
-    bare.__path__, bare.__spec__ = list(spec.submodule_search_locations), spec
-    sys.modules["torch_fidelity"] = bare
+    """A module of torch-fidelity, a copy of our own, without the rest of the package, whose start imports torchvision.
+    InputError if it is not installed."""
+    kept = {m: sys.modules.pop(m) for m in list(sys.modules) if m.split(".")[0] == "torch_fidelity"}
     try:
+        if (spec := importlib.util.find_spec("torch_fidelity")) is None:
+            raise InputError(
+                "--extractor inception:FILE wants torch-fidelity, which is not installed: pip install --no-deps "
+                "torch-fidelity, or -r requirements-eval.txt"
+            )
+        sys.modules["torch_fidelity"] = bare = types.ModuleType("torch_fidelity")
+        bare.__path__ = list(spec.submodule_search_locations)
         return import_module(f"torch_fidelity.{name}")
     finally:
-        for other in [m for m in sys.modules if m.split(".")[0] == "torch_fidelity"]:
-            del sys.modules[other]
+        for ours in [m for m in sys.modules if m.split(".")[0] == "torch_fidelity"]:
+            del sys.modules[ours]
+        sys.modules.update(kept)
 
 
 def inception(rest: str, device) -> Extractor:
     """Inception v3 of 2015, 2,048 features behind its last pooling, by torch-fidelity: what FID and KID are made of."""
     path = file_of(rest)
-    digest = sha256(path)
+    digest, state = sha256(path), read_tensors(path)[0]
     module = torch_fidelity_module("feature_extractor_inceptionv3")
-    state = read_tensors(path)[0]
-    shrink = module.interpolate_bilinear_2d_like_tensorflow1x
-    kept = module.load_state_dict_from_url, module.vassert
-    # Its own loading would unpickle whatever the file holds; and it takes bytes alone, while here they are resized.
+    # Its own loading would unpickle whatever the file holds, and its network takes bytes: here it gets resized floats,
+    # which it leaves as they are.
     module.load_state_dict_from_url, module.vassert = (lambda *_, **__: state), (lambda *_: None)
-    try:
-        with reading(f"{path} as torch-fidelity's Inception", "give weights-inception-2015-12-05-6726825d.pth"):
-            network = module.FeatureExtractorInceptionV3("inception", ["2048"]).to(device)
-    finally:
-        module.load_state_dict_from_url = kept[0]
+    with reading(f"{path} as torch-fidelity's Inception", "give weights-inception-2015-12-05-6726825d.pth"):
+        network = module.FeatureExtractorInceptionV3("inception", ["2048"]).to(device)
     published = digest.startswith(FID_WEIGHTS)
     name = "inception-2015-12-05" if published else f"inception with the weights {digest[:8]}"
-    return Extractor(name, digest, 299, "tf1_bilinear", lambda x: network(x)[0], device, inception=published,
-                     packages=versions("torch-fidelity"), shrink=shrink)  # fmt: skip
+    return Extractor(
+        name, digest, 299, "tf1_bilinear", lambda x: network(x)[0], device, inception=published,
+        packages=versions("torch-fidelity"), shrink=module.interpolate_bilinear_2d_like_tensorflow1x,
+    )  # fmt: skip
 
 
 def open_clip(rest: str, device) -> Extractor:
@@ -234,13 +232,14 @@ def open_clip(rest: str, device) -> Extractor:
     side = side if isinstance(side, int) else side[0]
     mean, std = (getattr(network.visual, n, None) or default for n, default in zip(("image_mean", "image_std"), OPENAI))
 
-    def text(texts: list[str]):
-        ids = tokenizer(texts, context_length=TEXT_LENGTH + 100)
-        return network.encode_text(tokenizer(texts).to(device)), int((ids[:, TEXT_LENGTH] != 0).sum())
+    def too_long(texts: list[str]) -> int:
+        return int((tokenizer(texts, context_length=10 * TEXT_LENGTH)[:, TEXT_LENGTH] != 0).sum())
 
-    return Extractor(f"open_clip {arch} ({path.name})", sha256(path), side, "pil_bicubic",
-                     normalised(network.encode_image, mean, std, device), device, text,
-                     packages=versions("open-clip-torch"))  # fmt: skip
+    return Extractor(
+        f"open_clip {arch}", sha256(path), side, "pil_bicubic", normalised(network.encode_image, mean, std, device),
+        device, lambda texts: network.encode_text(tokenizer(texts).to(device)), too_long,
+        packages=versions("open-clip-torch"),
+    )  # fmt: skip
 
 
 def from_transformers(rest: str, device) -> Extractor:
@@ -265,7 +264,7 @@ def from_transformers(rest: str, device) -> Extractor:
         network = (transformers.CLIPModel if kind == "clip" else transformers.Dinov2Model)(config)
     load(network, path, device, ignore="position_ids")
     if kind == "dinov2":
-        side, text = 224, None
+        side, text, too_long = 224, None, None
 
         def picture(x):
             return network(pixel_values=x).pooler_output  # the class token behind the last norm
@@ -278,17 +277,21 @@ def from_transformers(rest: str, device) -> Extractor:
             return network.visual_projection(network.vision_model(pixel_values=x).pooler_output)
 
         def text(texts: list[str]):
-            many = sum(len(ids) > length for ids in tokenizer(texts, verbose=False)["input_ids"])
-            ids = tokenizer(texts, padding=True, truncation=True, max_length=length, return_tensors="pt").to(device)
-            hidden = network.text_model(input_ids=ids["input_ids"], attention_mask=ids["attention_mask"])
-            return network.text_projection(hidden.pooler_output), many
+            ids = tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+            hidden = network.text_model(input_ids=ids["input_ids"].to(device))  # the end's state: padding is behind it
+            return network.text_projection(hidden.pooler_output)
 
-    return Extractor(f"{kind} of {folder.resolve().name}", sha256(path), side, "pil_bicubic",
-                     normalised(picture, mean, std, device), device, text, packages=versions("transformers"))  # fmt: skip
+        def too_long(texts: list[str]) -> int:
+            return sum(len(ids) > length for ids in tokenizer(texts, verbose=False)["input_ids"])
+
+    return Extractor(
+        f"{kind} of {folder.resolve().name}", sha256(path), side, "pil_bicubic",
+        normalised(picture, mean, std, device), device, text, too_long, packages=versions("transformers"),
+    )  # fmt: skip
 
 
 def torchscript(rest: str, device) -> Extractor:
-    """A program that torch.jit.save wrote. What it does to values of 0..255 is its own affair, and so hashed with it."""
+    """A program that torch.jit.save wrote. What it does to values of 0..255 is its own affair, and hashed with it."""
     file, _, side = rest.rpartition(":")
     if not side.isdecimal() or not 8 <= int(side) <= 4096:
         raise InputError(f"--extractor file:FILE:SIDE wants the side in pixels, 8 to 4096, found {rest!r}")

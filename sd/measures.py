@@ -1,4 +1,4 @@
-"""Distances between two sets of pictures, from their features, in float64. KID's draws alone depend on the order of rows."""
+"""Distances between two sets of pictures, from their features, in float64. KID alone minds the rows' order."""
 
 from collections.abc import Iterator
 
