@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +67,8 @@ def check_painting(how: Painting):
     """InputError for settings that no model takes."""
     if how.sampler not in SAMPLERS:
         raise InputError(f"--sampler wants one of {', '.join(SAMPLERS)}, found {how.sampler!r}")
+    if not math.isfinite(how.cfg):
+        raise InputError(f"--cfg wants a number, found {how.cfg}")
     check_seed(how.seed, "--seed")
     check_seed(how.seed + how.n - 1, "--seed and --n", "the last seed")
     for name in ("n", "batch", "steps"):
@@ -73,18 +76,23 @@ def check_painting(how: Painting):
             raise InputError(f"--{name} wants at least 1, found {getattr(how, name)}")
 
 
-def paint_folder(folder: Path, model: Model, how: Painting, place: Place) -> list[str]:
+def paint_folder(folder: Path, model: Model, source, how: Painting, place: Place) -> list[str]:
     """Paint pictures 000000.png to n - 1 that are not yet there; returns the names of all n.
 
     The folder's manifest keeps the hashes of the model and of all settings: InputError if they differ. Each process
-    paints its share. A picture depends on its prompt, seed and settings, and on nothing else.
+    paints its share. A picture depends on its prompt, seed and settings, and on nothing else. source: what the PNGs
+    call the model.
     """
     device, dtype = place.device, DTYPES[how.dtype]
     check_painting(how)
     if how.steps > model.schedule.steps:
         raise InputError(f"--steps wants 1 to {model.schedule.steps}, found {how.steps}")
     names = [f"{i:06d}.png" for i in range(how.n)]
-    unet, vae, text_encoder = model.unet(device, dtype), model.vae().to(device, dtype), model.text_encoder()
+
+    def load():
+        return model.unet(device, dtype), model.vae().to(device, dtype), model.text_encoder()
+
+    unet, vae, text_encoder = together(place, load)
     factor, z = vae.config.factor, vae.config.latent_channels
     if how.size % factor or how.size < factor:
         raise InputError(f"--size wants a multiple of {factor} for this model, found {how.size}")
@@ -108,7 +116,8 @@ def paint_folder(folder: Path, model: Model, how: Painting, place: Place) -> lis
 
     def work():
         if missing:
-            paint_numbers(folder, missing, model, how, about, (unet, vae, text_encoder), (z, factor), place)
+            told = about | {"model": str(source)}
+            paint_numbers(folder, missing, model, how, told, (unet, vae, text_encoder), (z, factor), place)
 
     together(place, work)
     return names

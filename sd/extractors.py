@@ -21,7 +21,7 @@ from sd.weights.tensors import read_tensors
 
 KINDS = {  # what --extractor may name, and what comes of it
     "efficientnet-lite0": "ImageNet features of a small network from requirements-data.txt, without a download",
-    "pixels": "the picture itself at 32 x 32, without a network",
+    "pixels": "the picture itself at 16 x 16, without a network",
     "inception:FILE": "the Inception of FID, by torch-fidelity, from its weights-inception-2015-12-05-6726825d.pth",
     "open_clip:NAME:FILE": "CLIP by open_clip, such as open_clip:ViT-L-14-336:open_clip_pytorch_model.bin",
     "transformers:FOLDER": "CLIP or DINOv2 as transformers keeps them",
@@ -153,7 +153,7 @@ def make_extractor(spec: str, device: torch.device, resize: str | None = None) -
 
 
 def pixels(_: str, device) -> Extractor:
-    return Extractor("pixels", "", 32, "pil_bicubic", lambda x: x / 255, device)
+    return Extractor("pixels", "", 16, "pil_bicubic", lambda x: x / 255, device)
 
 
 def efficientnet(_: str, device) -> Extractor:

@@ -34,12 +34,14 @@ STANDARD_TABLE = 3688  # sum of the luminance table of JPEG's standard (ITU T.81
 
 def together(place: Place, function: Callable, first_alone: bool = False):
     """What function() returns, in every process: its own result, or with first_alone the first process's, which alone
-    calls it. An InputError of one process is raised in all of them: none waits for one that has ended."""
+    calls it. A user's or the system's error in one process is one in all: none waits for one that has ended."""
     result = error = None
     try:
         if place.first or not first_alone:
             result = function()
-    except InputError as e:
+    except (InputError, OSError) as e:
+        if place.world == 1:
+            raise
         error = str(e)
     if place.world > 1:
         told: list = [None] * place.world

@@ -25,16 +25,20 @@ def gaussian(n: int, d: int, seed: int, scale=1.0, shift=0.0) -> np.ndarray:
 
 
 def frechet_answers() -> list[Answer]:
-    def fd(x, y):
+    fd = measures.frechet_distance
+
+    def by_moments(x, y):
         return measures.frechet(measures.moments(x), measures.moments(y))
 
     x, y = gaussian(300, 16, 0), gaussian(300, 16, 1, 1.5, 0.2)
     few = gaussian(20, 64, 2)  # fewer pictures than features: singular covariances
+    few2 = gaussian(30, 64, 5, 2.0, 0.1)
     size = float(np.trace(measures.moments(few)[1]))
     answers = [
         Answer("FD of a set with itself", fd(x, x), 0, 1e-9),
         Answer("FD of fewer pictures than features with themselves", fd(few, few), 0, 1e-9 * size),
         Answer("FD of that set and the set moved by 1 along each of 64 axes", fd(few, few + 1), 64, 1e-7 * size),
+        Answer("FD of few pictures, by their covariances", by_moments(few, few2), fd(few, few2), 1e-7 * size),
         Answer("FD the other way round", fd(y, x), fd(x, y), 1e-9),
         Answer("FD of the rows in another order", fd(x[::-1], y), fd(x, y), 1e-9),
     ]

@@ -146,7 +146,7 @@ def measure(
         )
     found: dict[str, dict] = {}
     if "fd" in names:
-        found["fd"] = {"value": measures.frechet(measures.moments(a), measures.moments(b))}
+        found["fd"] = {"value": measures.frechet_distance(a, b)}
     if "kid" in names:
         mean, spread = measures.kid(a, b, size=kid_size(real, fake))
         found["kid"] = {"value": mean, "std": spread}
