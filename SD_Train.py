@@ -40,6 +40,7 @@ from sd.cli import parser
 from sd.data import Batch, Prefetcher, check_seed, make_batch
 from sd.device import Place, check_agreement, peak_flops, setup_device, sum_over_ranks, usual_dtype
 from sd.errors import InputError, run
+from sd.health import Health
 from sd.inputs import agreed_flags, agreed_inputs, check_inputs, crc, hash_inputs
 from sd.log import Window
 from sd.lora import TARGETS, check_flags
@@ -127,6 +128,7 @@ DEFAULTS = dict(
     pictures=None, captions=None, caption=None, caption_encoding=None, regularise=None, index=None, strict=False,
     where=None, balance=None, val_fraction=None, window=0, images=None,
     crop_scale=None, crop_aspect=None, flip=False, jitter=0.0, workers=None, picture_memory=4.0,
+    health_steps=200,
 )  # fmt: skip
 # What a phase changes of them. These phases go on from a model that is there.
 FURTHER = {
@@ -138,7 +140,7 @@ CHANGEABLE = set(
     "dataset latents data_root dataset_name vae text_encoder tokenizer max_steps minutes epochs lr batch accumulate "
     "grad_checkpoint kernels compress_gradients peer_copies dtype channels_last save_steps keep_last keep_every "
     "val_steps val_images sample_steps sample_prompts sample_cfg log_steps max_skipped wandb "
-    "pictures captions index strict images workers picture_memory".split()
+    "pictures captions index strict images workers picture_memory health_steps".split()
 )
 TOO_MANY_SKIPPED = (
     "error: {} steps in a row had gradients that are not finite; look for NaN in the latents, lower --lr, or go on "
@@ -239,8 +241,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--beta1", type=float, help="AdamW's, of the gradient's running mean")
     g.add_argument("--beta2", type=float, help="AdamW's, of its square's")
     g.add_argument("--clip", type=float, help="largest global gradient norm; 0: any")
-    g.add_argument("--adaptive_clip", type=float, help="and at most this multiple of the norm's running mean, say 3; "
-                   "0: any")  # fmt: skip
+    g.add_argument("--adaptive_clip", type=float, help="and at most this multiple of the median of the last 100 steps' "
+                   "norms, say 3; 0: any")  # fmt: skip
     g.add_argument("--ema", type=float, help="decay of the weights' average")
     g.add_argument("--seed", type=int, help="of weights, order, noise and timesteps, from 0 to 4,294,967,295")
 
@@ -284,6 +286,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--sample_cfg", type=float, help="guidance of the sample grids")
     g.add_argument("--log_steps", type=int, help="steps a line of log.jsonl")
     g.add_argument("--max_skipped", type=int, help="stop after so many non-finite steps in a row")
+    g.add_argument("--health_steps", type=int, help="steps a line of health.jsonl, by which SD_Doctor.py judges; 0: "
+                   "never")  # fmt: skip
     g.add_argument("--wandb", choices=["auto", "online", "offline", "disabled"],
                    help="Weights & Biases; auto: online with a key, offline without")  # fmt: skip
     g.add_argument("--dry_run", action="store_true", help="print the resolved configuration and plan, and stop")
@@ -347,7 +351,7 @@ def resolve(args, saved: dict | None) -> dict:
         if not 0 < settings[name] < math.inf:
             raise InputError(f"--{name} wants a positive number, found {settings[name]}")
     for name in ("warmup", "decay", "clip", "adaptive_clip", "gamma", "offset_noise", "text_lr", "keep_last",
-                 "keep_every", "val_steps", "sample_steps"):  # fmt: skip
+                 "keep_every", "val_steps", "sample_steps", "health_steps"):  # fmt: skip
         if not 0 <= settings[name] < math.inf:
             raise InputError(f"--{name} wants a number from 0 up, found {settings[name]}")
     for name in ("drop", "ema", "latent_fraction"):
@@ -515,6 +519,8 @@ def main(argv=None):
         folder = RunFolder(out, settings, checkpoint, trained, plan, data, inputs, schedule, text_encoder, vae, command)
     model = wrap(denoiser, settings, world)
     micro_steps = MicroSteps(model, text_of, schedule, settings, update, device, say, shapes)
+    health = Health(folder and folder.log, denoiser, ema, settings, schedule, text_of, data.train, plan,
+                    update.shared is not None)  # fmt: skip
     fixed = fixed_batches(data.val, data.train, settings, schedule.steps, say)
     say(f"settings: {json.dumps(settings)}")
     say(f"{settings['phase']}: {plan.length(settings)} ({world} x {settings['batch']} x {settings['accumulate']}); "
@@ -542,7 +548,8 @@ def main(argv=None):
                 stats[2 : 2 + BINS] += losses @ bins
                 stats[2 + BINS :] += bins.sum(dim=0)
                 progress.seen += batch.seen
-            limit = clip_limit(settings, progress.mean_norm)
+            health.before(progress.step, batch)
+            limit = clip_limit(settings, progress.usual_norm())
             norm = update(lr, limit, ema_decay(settings["ema"], progress.updates))
             stats[0], stats[1] = float(stop.is_set()), course.now() if rank == 0 else 0.0
             if world > 1:
@@ -552,6 +559,7 @@ def main(argv=None):
                 update.skipped()
                 say(f"\nwarning: step {progress.step} skipped, its gradients are not finite "
                     f"({progress.skipped} in a row)")  # fmt: skip
+            health.after(progress.step, norm, limit, lr)
             micro_steps.end()
             bar.update()
             if progress.skipped >= settings["max_skipped"]:

@@ -219,9 +219,9 @@ def make_optimizer(denoiser: Denoiser, settings: dict) -> torch.optim.AdamW:
     )
 
 
-def clip_limit(settings: dict, mean_norm: float) -> float:
-    """The largest gradient norm let through: --clip, and --adaptive_clip times the mean norm so far (0: none yet)."""
-    limits = [settings["clip"], settings["adaptive_clip"] * mean_norm]
+def clip_limit(settings: dict, usual_norm: float) -> float:
+    """The largest gradient norm let through: --clip, and --adaptive_clip times the usual norm (0: none yet)."""
+    limits = [settings["clip"], settings["adaptive_clip"] * usual_norm]
     return min((limit for limit in limits if limit), default=math.inf)
 
 
