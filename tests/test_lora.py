@@ -300,15 +300,13 @@ def large_tiles(monkeypatch):
 
 
 @fused
-@pytest.mark.parametrize("targets", ["attention", "all"])
-def test_the_fused_network_has_adapters_as_the_plain_one(targets, large_tiles):
-    settings = settings_of("--lora_targets", targets, "--lora_alpha", 3)
-    unet = M.PRESETS["micro"]["unet"]
-    if targets == "all":  # whose layers are in all but the lowest level
-        unet = replace(unet, channels=(8, 16), attention=(False, True))
+def test_the_fused_network_has_adapters_as_the_plain_one(large_tiles):
+    """On all layers: joined products, time projections, convolutions of every kind, recomputed blocks."""
+    settings = settings_of("--lora_targets", "all", "--lora_alpha", 3)
+    unet = replace(M.PRESETS["micro"]["unet"], channels=(8, 16), attention=(False, True))
     plain = denoiser_of(settings, randomise(M.UNet(unet, "none")), up=0.3)
     fused = denoiser_of(settings, sd.fused.apply(randomise(M.UNet(unet, "none"))), up=0.3)
-    fused.unet.set_grad_checkpoint("all" if targets == "all" else "none")
+    fused.unet.set_grad_checkpoint("all")
     x, t, context = inputs()
     x = x[..., :3, :4]
     outputs = [net(x, t, context) for net in (plain, fused)]
@@ -325,7 +323,7 @@ def test_the_fused_network_has_adapters_as_the_plain_one(targets, large_tiles):
 @fused
 def test_fused_steps_multiply_with_copies_of_the_adapters_alone(large_tiles):
     """In bf16: the base's weights are halved once, adapters are fp32 with bf16 copies, which follow them."""
-    settings = settings_of("--lora_targets", "all", "--dtype", "bf16") | {"kernels": True, "accumulate": 1}
+    settings = settings_of("--lora_targets", "attention", "--dtype", "bf16") | {"kernels": True, "accumulate": 1}
     denoiser = denoiser_of(settings, sd.fused.apply(micro_unet()), up=0.1)
     sd.lora.settle_base(denoiser, settings)
     ema = sd.lora.average_of(denoiser)
@@ -477,7 +475,7 @@ def test_ranks_and_micro_batches_can_be_cut_in_any_way(data, base, tmp_path):
 
 @fused
 def test_runs_with_fused_kernels_train_as_plain_ones(data, base, tmp_path):
-    """Same losses to rounding, exact resume, two ranks share the adapters' gradients."""
+    """Same losses and norms to rounding, of two ranks that share the adapters' gradients."""
 
     def hook(*_):
         rebind(sd.kernels, "available", lambda device: True)
@@ -487,16 +485,10 @@ def test_runs_with_fused_kernels_train_as_plain_ones(data, base, tmp_path):
     more = ("--lora", 4, "--init_from", base, "--max_steps", 2, "--batch", 2, "--warmup", 0, "--val_steps", 0,
             "--save_steps", 1, "--channels_last")  # fmt: skip
     train(data, tmp_path / "plain", *more)
-    train(data, tmp_path / "fused", *more, "--kernels", hook=hook)
-    train(data, tmp_path / "cut", *more, "--kernels", "--stop_at", 1, hook=hook)
-    train(data, tmp_path / "cut", *more, "--kernels", "--resume", hook=hook)
     train(data, tmp_path / "ranks", *more, "--kernels", "--batch", 1, hook=hook, world=2)
-    whole, resumed = (micro.contents(last(tmp_path / name))[0] for name in ("fused", "cut"))
-    assert all(torch.equal(whole[k], resumed[k]) for k in whole.keys() | resumed.keys())
-    plain, ranks, fused = (micro.rows(tmp_path / name) for name in ("plain", "ranks", "fused"))
-    for row, other, third in zip(plain, ranks, fused, strict=True):
+    for row, other in zip(*(micro.rows(tmp_path / name) for name in ("plain", "ranks")), strict=True):
         for name in ("loss", "grad_norm"):
-            assert row[name] == pytest.approx(other[name], rel=2e-3) == pytest.approx(third[name], rel=2e-3)
+            assert row[name] == pytest.approx(other[name], rel=2e-3)
 
 
 def test_painting_and_exports_have_the_adapter(data, base, whole):
