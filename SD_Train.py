@@ -459,7 +459,8 @@ def main(argv=None):
     update = Update(trained.optimizer, denoiser, ema, settings, world)
     folder = None  # the first process alone writes, and nothing before this line
     if place.first:
-        folder = RunFolder(out, settings, checkpoint, trained, plan, data, inputs, schedule, text_encoder, vae)
+        command = resume_command(sys.argv[1:] if argv is None else argv)
+        folder = RunFolder(out, settings, checkpoint, trained, plan, data, inputs, schedule, text_encoder, vae, command)
     model = wrap(denoiser, settings, world)
     micro_steps = MicroSteps(model, text_of, schedule, settings, update, device, say, shapes)
     fixed = fixed_batches(data.val, data.train, settings, schedule.steps, say)
@@ -536,6 +537,8 @@ def main(argv=None):
                 path = out / "samples" / f"step_{step:08d}.png"
                 sample_grid(path, ema, text_encoder, vae, schedule, prompts, settings, device)
                 folder.log.picture(path, step)
+            if folder and validating:
+                folder.report()
             if folder and saving:
                 folder.save(seen)
             if step == plan.first + 2 and device.type == "cuda":  # Adam's state is there from the first step's end
@@ -550,7 +553,6 @@ def main(argv=None):
     if folder:
         folder.close()
         if not course.over(progress.step):
-            command = resume_command(sys.argv[1:] if argv is None else argv)
             say(f"stopped after step {progress.step:,} of {course.whole}; go on with:\n  {command}")
         elif not folder.saver.failed_last:
             images = progress.step * plan.global_batch
