@@ -788,6 +788,7 @@ def test_a_joined_lora_keeps_its_sum_in_fp16(base, model, tmp_path):
         assert torch.equal(down, source[name].tensors["down"])
         exact = source[name].tensors["up"].double() * scale
         assert ((up * change.scale - exact).abs() <= exact.abs() * 2**-11 + 1e-7).all(), name
+        assert (up * change.scale * exact).sum() / exact.square().sum() == pytest.approx(1, abs=1e-4), name  # no bias
 
 
 # ----------------------------------------------------------------------------------------------------------------
