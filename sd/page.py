@@ -55,6 +55,11 @@ def section(heading: str, *parts: str) -> Html:
     return Html(f"<section><h2>{escape(heading)}</h2>\n" + "\n".join(_block(p) for p in parts if p) + "</section>")
 
 
+def subsection(heading: str, *parts: str) -> Html:
+    """As section(), one level below."""
+    return Html(f"<h3>{escape(heading)}</h3>\n" + "\n".join(_block(p) for p in parts if p))
+
+
 def folded(heading: str, *parts: str) -> Html:
     """Parts behind a heading that opens on a click: what most readers do not want to see at first."""
     body = "\n".join(_block(p) for p in parts if p)
@@ -411,6 +416,7 @@ body{margin:0;background:var(--back);color:var(--ink);font:15px/1.5 system-ui,-a
 main{max-width:1280px;margin:0 auto;padding:16px clamp(12px,2.5vw,32px) 48px}
 h1{font-size:24px;line-height:1.25;margin:8px 0 12px;overflow-wrap:anywhere}
 h2{font-size:18px;margin:32px 0 10px;padding-top:10px;border-top:1px solid var(--rule)}
+h3{font-size:15px;margin:16px 0 6px;overflow-wrap:anywhere}
 p{margin:8px 0;max-width:75ch;overflow-wrap:anywhere}
 a{color:var(--link)}
 pre{margin:8px 0;padding:10px 12px;background:var(--panel);border:1px solid var(--rule);border-radius:6px;
