@@ -122,13 +122,14 @@ DEFAULTS = dict(
     pictures=None, captions=None, caption=None, caption_encoding=None, regularise=None, index=None, strict=False,
     where=None, balance=None, val_fraction=None, window=0, images=None,
     crop_scale=None, crop_aspect=None, flip=False, jitter=0.0, workers=None, picture_memory=4.0,
+    cache=None, cache_gib=50.0,
 )  # fmt: skip
 # What --resume may change; the rest must stay as the run began.
 CHANGEABLE = set(
     "dataset latents data_root dataset_name vae text_encoder tokenizer max_steps minutes epochs lr batch accumulate "
     "grad_checkpoint kernels compress_gradients peer_copies dtype channels_last save_steps keep_last keep_every "
     "val_steps val_images sample_steps sample_prompts sample_cfg log_steps max_skipped wandb "
-    "pictures captions index strict images workers picture_memory".split()
+    "pictures captions index strict images workers picture_memory cache cache_gib".split()
 )
 TOO_MANY_SKIPPED = (
     "error: {} steps in a row had gradients that are not finite; look for NaN in the latents, lower --lr, or go on "
@@ -195,6 +196,9 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--window", type=int, help="tars that are shuffled together, for disks that want to read in one "
                    "place; 0: all")  # fmt: skip
     g.add_argument("--index", metavar="DIR", help="folder of the index (default: .index beside tars and pictures)")
+    g.add_argument("--cache", metavar="DIR", help="folder for tars that --pictures names by https://, http:// or "
+                   "pipe:COMMAND (default: none)")  # fmt: skip
+    g.add_argument("--cache_gib", type=float, metavar="GIB", help="that these may take")
     g.add_argument("--strict", help="refuse tars that are cut or missing, and pictures that cannot be used", **on)
     g.add_argument("--workers", type=int, help="threads that decode, and processes that index (default: a core each, "
                    "up to 16)")  # fmt: skip
@@ -353,9 +357,7 @@ def resolve(args, saved: dict | None) -> dict:
         )
     if (settings["dataset"] is None) != (settings["latents"] is None):
         raise InputError("--dataset and --latents name one source together: give both, or --data_root alone")
-    check_settings(settings)
-    if given := [n for n in ("data", "dataset", "data_root") if settings["pictures"] and getattr(args, n) is not None]:
-        raise InputError(f"--pictures and --{given[0]} both say what to train on: give one of them")
+    check_settings(settings, {name for name, value in vars(args).items() if value is not None})
     if settings["dataset"] is not None and args.dataset_name is not None:
         raise InputError("--dataset_name is of sources below --data_root: drop it, or --dataset and --latents")
     return settings

@@ -51,7 +51,7 @@ from SD_Model import PRESETS, TextEncoder, weights_hash
 
 ONLINE_FLAGS = (  # what decides how pictures are read and cut: of no use with cached latents
     "captions", "caption", "caption_encoding", "where", "balance", "val_fraction", "crop_scale", "crop_aspect", "flip",
-    "jitter", "window", "regularise", "index", "strict",
+    "jitter", "window", "regularise", "index", "strict", "cache",
 )  # fmt: skip
 
 MAX_GROUPS = 10_000  # values that --balance evens out
@@ -136,24 +136,33 @@ def read_range(flag: str, text: str | None, least: float, most: float) -> tuple[
     return numbers[0], numbers[-1]
 
 
-def check_settings(settings: dict):
-    """InputError unless the settings of pictures make sense, and go with each other."""
+def check_settings(settings: dict, given: set[str]):
+    """InputError unless the settings of pictures make sense, and go with each other. given: names of the flags that the
+    command line has."""
     if settings["pictures"] is None:
-        if given := [name for name in ONLINE_FLAGS if settings[name]]:
+        if useless := [name for name in ONLINE_FLAGS if settings[name]]:
             raise InputError(
-                f"--{given[0]} is of --pictures, which are cut anew each time they are shown; latents on disk were cut "
-                "when they were encoded (encode_latents.py has --crop, --flip and --buckets): give --pictures, or drop "
-                f"--{given[0]}"
+                f"--{useless[0]} is of --pictures, which are cut anew each time they are shown; latents on disk were "
+                "cut when they were encoded (encode_latents.py has --crop, --flip and --buckets): give --pictures, or "
+                f"drop --{useless[0]}"
             )
         return
+    if both := [name for name in ("data", "dataset", "data_root") if name in given]:
+        raise InputError(f"--pictures and --{both[0]} both say what to train on: give one of them")
+    for name in ("pictures", "regularise"):
+        if "pipe:" in (settings[name] or "") and name not in given:  # a run's folder may be somebody else's
+            raise InputError(f"--{name} of this run has a command: give that flag again, for commands are run only so")
     for flag, least, most in (("crop_scale", 0, 1), ("crop_aspect", 0, 10)):
         read_range(flag, settings[flag], least, most)
     if not 0 <= settings["jitter"] < 1:
         raise InputError(f"--jitter wants a number from 0 to below 1, found {settings['jitter']}")
     if settings["val_fraction"] is not None and not 0 <= settings["val_fraction"] < 1:
         raise InputError(f"--val_fraction wants a number from 0 to below 1, found {settings['val_fraction']}")
-    if settings["window"] < 0 or not 0 <= settings["picture_memory"] < math.inf:
-        raise InputError("--window wants a whole number from 0 up, and --picture_memory a number of GiB from 0 up")
+    if settings["window"] < 0:
+        raise InputError(f"--window wants a whole number from 0 up, found {settings['window']}")
+    for name in ("picture_memory", "cache_gib"):
+        if not 0 <= settings[name] < math.inf:
+            raise InputError(f"--{name} wants a number of GiB from 0 up, found {settings[name]}")
     if settings["latent_fraction"] != 1:
         raise InputError("--latent_fraction is of latents on disk: drop it, or choose among --pictures with --where")
     if settings["workers"] is not None:
@@ -437,7 +446,9 @@ def indexed(pictures: str, settings: dict, columns: list[str], workers: int, say
     captions = Captions(settings["caption"], settings["captions"] and Path(settings["captions"]),
                         settings["caption_encoding"])  # fmt: skip
     left_out = Counter()
-    parts = find_parts(pictures, captions, settings["index"] and Path(settings["index"]), left_out)
+    limit = settings["cache_gib"] * 2**30
+    cache = (Path(settings["cache"]).absolute(), limit) if settings["cache"] else None
+    parts = find_parts(pictures, captions, settings["index"] and Path(settings["index"]), left_out, cache)
     build_index(parts, workers, say)
     index = read_index(parts, columns)
     left_out.update(index.rejects)
@@ -448,6 +459,13 @@ def indexed(pictures: str, settings: dict, columns: list[str], workers: int, say
         raise InputError(
             f"no picture with a caption is in {pictures} (left out: {counted(left_out)}): put texts beside them, such "
             "as cat.txt of cat.jpg, or give --captions LIST or --caption TEXT"
+        )
+    if sum(index.got) > limit and not 0 < 2 * settings["window"] * max(index.got) <= limit:
+        most = max(1, int(limit / max(index.got) / 2))
+        raise InputError(
+            f"the {len(index.got):,} tars of {pictures} take {sum(index.got) / 2**30:.1f} GiB, and --cache_gib is "
+            f"{settings['cache_gib']:g}: raise it, or give --window W, with a W up to {most}, so that each tar is got "
+            "once an epoch"
         )
     if settings["strict"] and faults:
         raise InputError(f"--strict wants all of {pictures}, and this is left out: {counted(faults)}{first}")

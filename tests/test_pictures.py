@@ -3,6 +3,8 @@
 pytest tests/test_pictures.py
 """
 
+import functools
+import http.server
 import io
 import json
 import os
@@ -32,6 +34,9 @@ import sd.index
 import sd.objective
 import sd.online
 import sd.shards
+import sd.sources
+import sd.text
+import sd.weights.parts
 from sd.data import SampleOrder
 from sd.encoder import Encoder
 from sd.errors import InputError
@@ -261,7 +266,8 @@ def test_cut_empty_and_missing_tars_are_counted_and_refused_with_strict(tmp_path
     index, left_out, _ = index_of(text)
     assert keys(index) == ["s/00/0", "s/00/1", "s/00/2", "s/01/0", "s/05/b"]
     assert +left_out == {"cut_tar": 2, "missing_tar": 1, "truncated": 1}
-    settings = dict.fromkeys(("caption", "captions", "caption_encoding", "index")) | {"strict": True}
+    settings = dict.fromkeys(("caption", "captions", "caption_encoding", "index", "cache"))
+    settings |= {"strict": True, "cache_gib": 1.0, "window": 0}
     with pytest.raises(InputError, match="--strict wants .*cut_tar 2, missing_tar 1, truncated 1; the first: s/05/a"):
         sd.online.indexed(text, settings, [], 0, print)
     sd.online.indexed(str(root / "tars/images"), settings, [], 0, print)
@@ -348,7 +354,7 @@ def test_windows_shuffle_tars_and_then_pictures_within_them(tars_at_once):
 def test_balance_shows_every_value_as_often_as_every_other(root):
     values = ["dog"] * 40 + ["cat"] * 7 + [None] * 3 + ["cow"] * 13
     table = pa.table({"t:kind": values, "key": [f"{v}{i}" for i, v in enumerate(values)]})
-    index = sd.index.Index(table, Counter(), [], set(table.column_names))
+    index = sd.index.Index(table, Counter(), [], set(table.column_names), [])
     said = []
     rows, sizes = balanced(table, "kind", index, said.append)
     assert sizes == [7, 13, 40] and rows["t:kind"].to_pylist() == ["cat"] * 7 + ["cow"] * 13 + ["dog"] * 40
@@ -530,9 +536,110 @@ def test_one_of_several_captions_is_drawn(root, tmp_path):
 def test_flags_of_pictures_are_refused_with_cached_latents(flag, value):
     """FINETUNE 30."""
     off = dict.fromkeys(sd.online.ONLINE_FLAGS) | {"pictures": None, "jitter": 0.0, "window": 0, "flip": False}
-    check_settings(off)
+    check_settings(off, set())
     with pytest.raises(InputError, match=f"--{flag} is of --pictures.*latents on disk were cut when they were encoded"):
-        check_settings(off | {flag: value})
+        check_settings(off | {flag: value}, {flag})
+
+
+class Files(http.server.SimpleHTTPRequestHandler):
+    """A server of files: counts what it gave, and ends an answer early while its class says so."""
+
+    given, cut = [], False
+
+    def do_GET(self):
+        Files.given.append(self.path)
+        data = Path(self.directory + self.path).read_bytes()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data[: len(data) // 2] if Files.cut else data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(root):
+    httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Files, directory=str(root / "tars")))
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    Files.given, Files.cut = [], False
+    yield f"http://127.0.0.1:{httpd.server_port}"
+    httpd.shutdown()
+
+
+def remote(text: str, cache: Path, limit: float = 1e9):
+    parts = find_parts(text, Captions(), None, Counter(), (cache, limit))
+    build_index(parts, 0, print)
+    return parts, read_index(parts, [])
+
+
+def read_all(parts, index) -> list[bytes]:
+    return [sd.index.read_picture(parts[r["part"]], r["key"], r["offset"], r["bytes"]) for r in index.table.to_pylist()]
+
+
+def test_tars_of_a_server_are_got_once_and_again_when_they_had_to_make_room(root, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(sd.sources, "PAUSE", 0.0)
+    parts, index = remote(server + "/images/{00000..00002}.tar", tmp_path / "cache")
+    assert [r["captions"] for r in index.table.to_pylist()] == [[f"number {i}"] for i in range(24)]
+    assert read_all(parts, index) == [encode_jpeg(picture(i)) for i in range(24)]
+    assert sorted(Files.given) == [f"/images/0000{i}.tar" for i in range(3)]
+    [p.remote.path.unlink() for p in parts]
+    small = [p._replace(remote=p.remote._replace(limit=0.0)) for p in parts]  # room for one tar alone
+    with sd.online.ThreadPoolExecutor(6) as pool:
+        rows = index.table.to_pylist()[::-1] + index.table.to_pylist()
+        read = list(
+            pool.map(lambda r: sd.index.read_picture(small[r["part"]], r["key"], r["offset"], r["bytes"]), rows)
+        )
+    assert read == [encode_jpeg(picture(i)) for i in [*range(23, -1, -1), *range(24)]]
+    assert len(Files.given) >= 3 + 5
+    small[1].remote.path.unlink(missing_ok=True)
+    os.close(small[1].remote.open())
+    assert list((tmp_path / "cache").glob("*.tar")) == [small[1].remote.path]
+    settings = dict.fromkeys(("caption", "captions", "caption_encoding", "index", "strict"))
+    settings |= {"cache": str(tmp_path / "cache"), "cache_gib": 1e-6, "window": 0}
+    with pytest.raises(InputError, match="--cache_gib is 1e-06: raise it, or give --window"):
+        sd.online.indexed(server + "/images/{00000..00002}.tar", settings, [], 0, print)
+    Files.cut = True
+    with pytest.raises(InputError, match="cannot get .*ended after"):
+        remote(server + "/images/00001.tar", tmp_path / "other")
+    with pytest.raises(InputError, match="--cache wants a folder"):
+        index_of(server + "/images/00000.tar")
+
+
+def test_commands_are_run_without_a_shell_and_cut_streams_are_errors(root, tmp_path):
+    """SCALE 66."""
+    tar, cache = root / "tars/images/00000.tar", tmp_path / "cache"
+    parts, index = remote(f"pipe:cat {tar}", cache)
+    assert read_all(parts, index) == [encode_jpeg(picture(i)) for i in range(5)]
+    assert keys(index)[0] == "tars/00000/0000"
+    for command, reason in (
+        (f"cat {tar} | touch {tmp_path}/made", "ended with status 1"),
+        (f"head -c 4000 {tar}", "4,000 bytes that are no whole tar"),
+        (f"head -c 5120 {tar}", "5,120 bytes that are no whole tar"),
+        ("false x.tar", "ended with status 1"),
+        ("no_such_command x.tar", "no_such_command cannot be run"),
+        ("cat 'x.tar", "quotes do not match"),
+        ("cat x", "a word that ends in .tar"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            remote(f"pipe:{command}", tmp_path / "other")
+    assert not (tmp_path / "made").exists() and not list((tmp_path / "other").glob("*.tar"))
+    parts[0].remote.path.unlink()
+    write_tar(copy := tmp_path / "tars/images/00000.tar", sample("z", 1))
+    told = cache / f"{parts[0].remote.place}.bytes"
+    told.write_text(str(copy.stat().st_size))
+    with pytest.raises(InputError, match="when it was indexed: put it back"):
+        read_all(parts, index)
+    off = dict.fromkeys(sd.online.ONLINE_FLAGS) | {
+        "pictures": f"pipe:cat {tar}",
+        "jitter": 0.0,
+        "window": 0,
+        "caption": None,
+    }
+    off |= {"latent_fraction": 1.0, "workers": None, "picture_memory": 1.0, "cache_gib": 1.0}
+    check_settings(off, {"pictures"})
+    with pytest.raises(InputError, match="--pictures of this run has a command: give that flag again"):
+        check_settings(off, {"resume"})
 
 
 def test_ranges():
