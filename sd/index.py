@@ -51,7 +51,7 @@ from sd.pictures import Header, Reject, read_header
 from sd.remote import Remote, is_remote
 from sd.shards import CAPTION_EXTENSIONS, iter_members, key_fraction, source_of
 from sd.text import clean_text
-from sd.where import COLUMN, NUMBER, TEXT
+from sd.where import COLUMN, NUMBER, TEXT, Where
 from sd.workers import parallel, progress
 
 FORMAT = "pictures-1"  # another one: all parts are indexed anew
@@ -116,7 +116,7 @@ def find_parts(
     over is counted in left_out; missing_tar are those that braces name and that are not there. InputError if a word
     names nothing, or two parts would give their pictures the same keys."""
     tars, parts = [], []
-    for word in re.findall(r"(?:[^,{]|\{[^}]*\})+", text):
+    for word in [text] if Path(text).exists() else re.findall(r"(?:[^,{]|\{[^}]*\})+", text):
         word, names = word.strip(), expand_braces(word.strip())
         if is_remote(word):
             if cache is None:
@@ -493,36 +493,57 @@ def _released(locks: Locks, part: Part) -> bool:
 class Index(NamedTuple):
     """Pictures of all parts, in their order."""
 
-    table: pa.Table  # key, part (int32), offset, bytes, captions, fraction, and the columns asked for
+    table: pa.Table  # key, part (int32), offset, bytes, captions, fraction, and the columns asked for; as --where says
     rejects: Counter  # what the parts left out, by reason
     rejected: list[tuple[str, str]]  # keys and reasons, some of them
     fields: set[str]  # columns that a part has
     got: list[int]  # bytes of each tar that is got from a server or a command
+    pictures: int  # before --where
+    lacking: int  # of these, without a field that --where names
 
 
-def read_index(parts: list[Part], columns: list[str]) -> Index:
-    """Of parts that are indexed. columns: of those n:NAME and t:NAME; null where a part has none."""
-    base = ["key", "offset", "bytes", "captions", "fraction"]
+def read_index(parts: list[Part], columns: list[str], where: Where | None = None) -> Index:
+    """Of parts that are indexed, the pictures that `where` is true of. columns: of n:NAME and t:NAME; null where a part
+    has none. InputError if no part has a field that `where` names."""
+    base = {"key": pa.large_string(), "offset": pa.int64(), "bytes": pa.int64(),
+            "captions": pa.large_list(pa.large_string()), "fraction": pa.float64()}  # fmt: skip
+    wanted = base | {name: pa.float64() if name.startswith(COLUMN[NUMBER]) else pa.large_string() for name in columns}
+    looked_at = {*columns, *(where.columns() if where else [])}
 
     def read(number: int):
         part = parts[number]
         about = told_by(part)
         with reading(part.index, "delete it and run the command again"):
             names = pq.read_schema(part.index).names
-            table = pq.read_table(part.index, columns=base + [name for name in columns if name in names])
+            table = pq.read_table(part.index, columns=[name for name in names if name in base or name in looked_at])
         if about is None or len(table) != about["pictures"]:
             raise InputError(f"{part.path} was changed while it was indexed: run the command again when it is finished")
-        return table.append_column("part", pa.array(np.full(len(table), number, np.int32))), about, names
+        lacking = 0
+        if where:
+            true, known = where.rows(table)
+            table, lacking = table.filter(pa.array(true)), int((~known).sum())
+        arrays = [
+            table[name].cast(kind) if name in names else pa.nulls(len(table), kind) for name, kind in wanted.items()
+        ]
+        table = pa.table(dict(zip(wanted, arrays)))
+        return table.append_column("part", pa.array(np.full(len(table), number, np.int32))), about, names, lacking
 
     with ThreadPoolExecutor(8) as pool:
-        tables, abouts, names = zip(*pool.map(read, range(len(parts))))
-    table = pa.concat_tables([t.replace_schema_metadata() for t in tables], promote_options="default")
+        tables, abouts, names, lacking = zip(*pool.map(read, range(len(parts))))
     rejects = Counter()
     for about in abouts:
         rejects.update(about["rejects"])
     rejected = [tuple(row) for about in abouts for row in about["rejected"]]
-    got = [about["bytes"] for about in abouts if "bytes" in about]
-    return Index(table, rejects, rejected, {name for own in names for name in own}, got)
+    got, pictures = [about["bytes"] for about in abouts if "bytes" in about], sum(about["pictures"] for about in abouts)
+    fields = {name for own in names for name in own}
+    index = Index(pa.concat_tables(tables), rejects, rejected, fields, got, pictures, sum(lacking))
+    for name, column in zip(where.fields, where.columns()) if where and pictures else ():
+        if column not in fields:
+            raise InputError(
+                f"--where compares {name} with a {where.fields[name]}, and no picture has such a field; these are "
+                f"there: {field_names(index)}"
+            )
+    return index
 
 
 def field_names(index: Index) -> str:

@@ -234,9 +234,8 @@ class Pictures:
                  shape: tuple[int, int, int], cutting: Cut, settings: dict, pool, say):  # fmt: skip
         """table: rows of an Index, source after source; sizes: of the sources. shape: of a latent. pool: of the threads
         that decode, or None."""
-        large = pa.large_string()
-        self.keys = pa.chunked_array([_whole(table["key"].cast(large))], large)
-        captions = _whole(table["captions"].cast(pa.large_list(large)))
+        large, captions = pa.large_string(), _whole(table["captions"])
+        self.keys = pa.chunked_array([_whole(table["key"])], large)
         counts = pc.list_value_length(captions).to_numpy(zero_copy_only=False).astype(np.int64)
         self._texts, self.first = captions.flatten(), None
         firsts = self._texts
@@ -369,24 +368,6 @@ def _whole(column: pa.ChunkedArray) -> pa.Array:
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def chosen(index: Index, where: str | None, say) -> pa.Table:
-    """The rows of an index that --where is true of."""
-    if where is None:
-        return index.table
-    words = Where(where)
-    for name, column in zip(words.fields, words.columns()):
-        if column not in index.fields:
-            raise InputError(
-                f"--where compares {name} with a {words.fields[name]}, and no picture has such a field; these are "
-                f"there: {field_names(index)}"
-            )
-    true, known = words.rows(index.table)
-    lacking = int((~known).sum())
-    say(f"--where keeps {int(true.sum()):,} of {len(true):,} pictures; {lacking:,} lack a field that it names and are "
-        "left out")  # fmt: skip
-    return index.table.filter(pa.array(true))
-
-
 def held_out(table: pa.Table, share: float | None) -> np.ndarray:
     """Which rows are held out, bool [N]: those whose key has a hash below the share (None: by how many there are), and
     if there are two or more, at least the one of the lowest."""
@@ -440,9 +421,9 @@ def parse_regularise(text: str) -> tuple[str, float]:
     return name, weight
 
 
-def indexed(pictures: str, settings: dict, columns: list[str], workers: int, say) -> tuple[list[Part], Index]:
-    """The parts that --pictures or --regularise names, and what is in them; says, and with --strict refuses, what is
-    left out."""
+def indexed(pictures: str, settings: dict, columns: list[str], where, workers: int, say) -> tuple[list[Part], Index]:
+    """The parts that --pictures or --regularise names, and what is in them that `where`, a Where or None, is true of;
+    says, and with --strict refuses, what is left out."""
     captions = Captions(settings["caption"], settings["captions"] and Path(settings["captions"]),
                         settings["caption_encoding"])  # fmt: skip
     left_out = Counter()
@@ -450,12 +431,15 @@ def indexed(pictures: str, settings: dict, columns: list[str], workers: int, say
     cache = (Path(settings["cache"]).absolute(), limit) if settings["cache"] else None
     parts = find_parts(pictures, captions, settings["index"] and Path(settings["index"]), left_out, cache)
     build_index(parts, workers, say)
-    index = read_index(parts, columns)
+    index = read_index(parts, columns, where)
     left_out.update(index.rejects)
     first = f"; the first: {index.rejected[0][0]} ({index.rejected[0][1]})" if index.rejected else ""
-    say(f"pictures: {len(index.table):,} in {pictures}; left out: {counted(left_out)}{first}")
+    say(f"pictures: {index.pictures:,} in {pictures}; left out: {counted(left_out)}{first}")
     faults = {reason: n for reason, n in left_out.items() if n and reason not in BENIGN}
-    if not len(index.table):
+    if where:
+        say(f"--where keeps {len(index.table):,} of {index.pictures:,} pictures; {index.lacking:,} lack a field that "
+            "it names and are left out")  # fmt: skip
+    if not index.pictures:
         raise InputError(
             f"no picture with a caption is in {pictures} (left out: {counted(left_out)}): put texts beside them, such "
             "as cat.txt of cat.jpg, or give --captions LIST or --caption TEXT"
@@ -518,17 +502,17 @@ def load_pictures(settings: dict, text_encoder: TextEncoder, place: Place, say) 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     workers = min(16, cores) if settings["workers"] is None else settings["workers"]
     pool = ThreadPoolExecutor(workers, "decode", lambda: cv2.setNumThreads(1)) if workers else None
-    columns = Where(settings["where"]).columns() if settings["where"] else []
+    where, columns = settings["where"] and Where(settings["where"]), []
     if settings["balance"]:
-        columns += [COLUMN[kind] + settings["balance"] for kind in (TEXT, NUMBER)]
+        columns = [COLUMN[kind] + settings["balance"] for kind in (TEXT, NUMBER)]
 
-    parts, index = indexed(settings["pictures"], settings, list(dict.fromkeys(columns)), workers, say)
-    table = chosen(index, settings["where"], say)
+    parts, index = indexed(settings["pictures"], settings, columns, where, workers, say)
+    table = index.table
     out = held_out(table, settings["val_fraction"])
     train, val = table.filter(pa.array(~out)), table.filter(pa.array(out))
     if not len(train):
         raise InputError(
-            f"no picture is left to train on ({len(val):,} are held out, {len(index.table):,} are in "
+            f"no picture is left to train on ({len(val):,} are held out, {index.pictures:,} are in "
             f"{settings['pictures']}): change --where or --val_fraction"
         )
     sizes, weights = [len(train)], None
@@ -537,7 +521,7 @@ def load_pictures(settings: dict, text_encoder: TextEncoder, place: Place, say) 
         weights = [1 / len(sizes)] * len(sizes)
     if settings["regularise"]:
         name, weight = parse_regularise(settings["regularise"])
-        others, more = indexed(name, settings, [], workers, say)
+        others, more = indexed(name, settings, [], None, workers, say)
         if same := {p.prefix for p in parts} & {p.prefix for p in others}:
             raise InputError(f"--regularise wants other pictures than --pictures, and both hold {same.pop()}")
         more = more.table.set_column(more.table.column_names.index("part"), "part",

@@ -41,7 +41,7 @@ from sd.data import SampleOrder
 from sd.encoder import Encoder
 from sd.errors import InputError
 from sd.index import Captions, build_index, find_parts, read_index
-from sd.online import Cut, Latents, Pictures, balanced, check_settings, chosen, held_out, jittered, read_range
+from sd.online import Cut, Latents, Pictures, balanced, check_settings, held_out, jittered, read_range
 from sd.pictures import decode_image, encode_jpeg, encode_png
 from sd.text import load_tokenizer
 from sd.weights.read import load_vae
@@ -83,7 +83,7 @@ def index_of(text: str | Path, columns=(), captions=Captions(), workers=0, **mor
     left_out, said = Counter(), []
     parts = find_parts(str(text), captions, more.get("index"), left_out)
     build_index(parts, workers, said.append)
-    index = read_index(parts, list(columns))
+    index = read_index(parts, list(columns), more.get("where") and Where(more["where"]))
     return index, left_out + index.rejects, said
 
 
@@ -156,14 +156,15 @@ def test_where_refuses_what_is_no_comparison(words):
 
 
 def test_where_counts_rows_without_the_field_and_refuses_a_field_that_none_has(root):
-    index, *_ = index_of(root / "tars/images", ["n:score", "n:width"])
-    said = []
-    assert len(chosen(index, "score < 0.25 and width = 96", said.append)) == 6
-    assert "keeps 6 of 24 pictures; 0 lack" in said[0]
+    index, *_ = index_of(root / "tars/images", where="score < 0.25 and width = 96 and shard = '00001'")
+    assert keys(index) == ["tars/00001/0005"] and (index.pictures, index.lacking) == (24, 0)
+    both = index_of(f"{root}/tars/images,{root}/cat", ["n:score"], where="score >= 0.75")[0]
+    assert both.table["n:score"].to_pylist() == [i / 24 for i in range(18, 24)]
+    assert (both.pictures, both.lacking) == (48, 24)
     with pytest.raises(InputError, match="scor with a number, and no picture .* height, kind, score, shard"):
-        chosen(index, "scor < 1", print)
+        index_of(root / "tars/images", where="scor < 1")
     with pytest.raises(InputError, match="kind with a number"):
-        chosen(index, "kind < 1", print)
+        index_of(root / "tars/images", where="kind < 1")
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -269,8 +270,8 @@ def test_cut_empty_and_missing_tars_are_counted_and_refused_with_strict(tmp_path
     settings = dict.fromkeys(("caption", "captions", "caption_encoding", "index", "cache"))
     settings |= {"strict": True, "cache_gib": 1.0, "window": 0}
     with pytest.raises(InputError, match="--strict wants .*cut_tar 2, missing_tar 1, truncated 1; the first: s/05/a"):
-        sd.online.indexed(text, settings, [], 0, print)
-    sd.online.indexed(str(root / "tars/images"), settings, [], 0, print)
+        sd.online.indexed(text, settings, [], None, 0, print)
+    sd.online.indexed(str(root / "tars/images"), settings, [], None, 0, print)
     for nothing in (f"{images}/{{07..09}}.tar", str(tmp_path / "none"), f"{images}/*.tgz"):
         with pytest.raises(InputError, match="nothing is there"):
             index_of(nothing)
@@ -354,7 +355,7 @@ def test_windows_shuffle_tars_and_then_pictures_within_them(tars_at_once):
 def test_balance_shows_every_value_as_often_as_every_other(root):
     values = ["dog"] * 40 + ["cat"] * 7 + [None] * 3 + ["cow"] * 13
     table = pa.table({"t:kind": values, "key": [f"{v}{i}" for i, v in enumerate(values)]})
-    index = sd.index.Index(table, Counter(), [], set(table.column_names), [])
+    index = sd.index.Index(table, Counter(), [], set(table.column_names), [], 63, 0)
     said = []
     rows, sizes = balanced(table, "kind", index, said.append)
     assert sizes == [7, 13, 40] and rows["t:kind"].to_pylist() == ["cat"] * 7 + ["cow"] * 13 + ["dog"] * 40
@@ -598,7 +599,7 @@ def test_tars_of_a_server_are_got_once_and_again_when_they_had_to_make_room(root
     settings = dict.fromkeys(("caption", "captions", "caption_encoding", "index", "strict"))
     settings |= {"cache": str(tmp_path / "cache"), "cache_gib": 1e-6, "window": 0}
     with pytest.raises(InputError, match="--cache_gib is 1e-06: raise it, or give --window"):
-        sd.online.indexed(server + "/images/{00000..00002}.tar", settings, [], 0, print)
+        sd.online.indexed(server + "/images/{00000..00002}.tar", settings, [], None, 0, print)
     Files.cut = True
     with pytest.raises(InputError, match="cannot get .*ended after"):
         remote(server + "/images/00001.tar", tmp_path / "other")
@@ -752,8 +753,8 @@ def test_where_balance_regularise_and_images(root, tmp_path):
     assert "pictures: 24 in" in text and "12 steps of 4 images" in text
     state = json.loads((micro.checkpoints(tmp_path / "run")[-1] / "state.json").read_text())
     assert state["images"] == 48
-    index, *_ = index_of(root / "tars/images", ["t:kind", "n:score"])
-    table = chosen(index, "score<0.5", print)
+    index, *_ = index_of(root / "tars/images", ["t:kind"], where="score<0.5")
+    table = index.table
     rows, sizes = balanced(table.filter(pa.array(~held_out(table, 0.2))), "kind", index, print)
     names = rows["key"].to_pylist() + keys(index_of(root / "cat")[0])
     order = SampleOrder([*sizes, 24], [0.5, 0.5, 1.0], 1)
