@@ -40,14 +40,16 @@ from sd.cli import parser
 from sd.data import Batch, Prefetcher, check_seed, make_batch
 from sd.device import Place, check_agreement, peak_flops, setup_device, sum_over_ranks, usual_dtype
 from sd.errors import InputError, run
+from sd.health import Health
 from sd.inputs import agreed_flags, agreed_inputs, check_inputs, crc, hash_inputs
 from sd.log import Window
+from sd.lora import TARGETS, check_flags
 from sd.networks import read_overrides, unet_config
-from sd.objective import BINS, Denoiser, describe_weights, validate
-from sd.online import check_settings, load_pictures, name_networks
+from sd.objective import BINS, describe_weights, validate
+from sd.online import check_settings, load_pictures, name_vae
 from sd.optim import clip_limit, ema_decay
 from sd.painting import sample_grid, sample_prompts
-from sd.plan import Course, Plan, choose_grad_checkpoint, dry_run, make_plan, mean_flops, rank_positions
+from sd.plan import Course, Plan, choose_grad_checkpoint, dry_run, make_plan, mean_flops, passes, rank_positions
 from sd.run_folder import RunFolder
 from sd.setup import (
     Data,
@@ -56,6 +58,7 @@ from sd.setup import (
     fresh_unet,
     load_data,
     load_text_encoder,
+    make_denoiser,
     open_trained,
     text_for,
     vae_of_latents,
@@ -104,6 +107,8 @@ PHASES = {
     "openmoji":    Phase(None, "small", "openmoji",       128, 400,    3e-4,   500,   0.10, 5,     0.999,  "scaled_linear",     1e-2, 128,   1),  # noqa: E501
     "drawings_128": Phase(None, "small", "drawings",      128, 100,    4e-4,   500,   0.10, 5,     0.999,  "scaled_linear",     1e-2, 256,   1),  # noqa: E501
     "drawings_256": Phase(None, "small", "drawings",      256, 20,     2.5e-4, 200,   0.10, 5,     0.999,  "scaled_linear",     1e-2, 128,   1),  # noqa: E501
+    "finetune":    Phase(None, "sd15",  "mine",           512, 10,     2e-6,     0,   0.05, 5,     0.999,  "scaled_linear",     1e-2,   4,   1),  # noqa: E501
+    "lora":        Phase(None, "sd15",  "mine",           512, 20,     1e-4,     0,   0.05, 5,     0.999,  "scaled_linear",     1e-2,   4,   1),  # noqa: E501
     "demo":        Phase(None, "tiny",  "shapes",          64, 10,     2e-3,   100,   0.10, 5,     0.99,   "scaled_linear",     1e-2,  32,   1),  # noqa: E501
 }
 
@@ -119,17 +124,24 @@ DEFAULTS = dict(
     dtype=None, channels_last=None, save_steps=1000, keep_last=3, keep_every=0,
     val_steps=500, val_images=256, sample_steps=1000, sample_prompts=None, sample_cfg=7.5, log_steps=10,
     max_skipped=10, wandb="auto",
+    lora=None, lora_alpha=None, lora_conv=None, lora_targets="transformer",
     pictures=None, captions=None, caption=None, caption_encoding=None, regularise=None, index=None, strict=False,
     where=None, balance=None, val_fraction=None, window=0, images=None,
     crop_scale=None, crop_aspect=None, flip=False, jitter=0.0, workers=None, picture_memory=4.0,
     cache=None, cache_gib=50.0,
+    health_steps=200,
 )  # fmt: skip
+# What a phase changes of them. These phases go on from a model that is there.
+FURTHER = {
+    "finetune": dict(lr_schedule="constant"),
+    "lora": dict(lr_schedule="constant", lora=16, text_lr=0.5),
+}
 # What --resume may change; the rest must stay as the run began.
 CHANGEABLE = set(
     "dataset latents data_root dataset_name vae text_encoder tokenizer max_steps minutes epochs lr batch accumulate "
     "grad_checkpoint kernels compress_gradients peer_copies dtype channels_last save_steps keep_last keep_every "
     "val_steps val_images sample_steps sample_prompts sample_cfg log_steps max_skipped wandb "
-    "pictures captions index strict images workers picture_memory cache cache_gib".split()
+    "pictures captions index strict images workers picture_memory cache cache_gib health_steps".split()
 )
 TOO_MANY_SKIPPED = (
     "error: {} steps in a row had gradients that are not finite; look for NaN in the latents, lower --lr, or go on "
@@ -160,6 +172,15 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--vae", help="for sample grids and --pictures (default: the one that the latents were made with; "
                    "of --pictures that of --init_from, or for sd15 stabilityai/sd-vae-ft-mse)")  # fmt: skip
     g.add_argument("--zero_init", choices=["all", "original", "none"], help="which layers start at zero")
+
+    g = p.add_argument_group("adapters")
+    g.add_argument("--lora", type=int, metavar="RANK", help="train a LoRA of this rank on the frozen weights of "
+                   "--init_from (default: phase lora 16; elsewhere none, all weights are trained)")  # fmt: skip
+    g.add_argument("--lora_alpha", type=float, help="the adapter counts alpha / rank times (default: the rank)")
+    g.add_argument("--lora_targets", choices=TARGETS, help="layers that have one: attention; those of the whole "
+                   "transformers; all, with residual blocks and samplers (LoCon)")  # fmt: skip
+    g.add_argument("--lora_conv", type=int, metavar="RANK", help="rank on 3x3 convolutions, for --lora_targets all; "
+                   "its alpha / rank is that of --lora (default: as --lora)")  # fmt: skip
 
     g = p.add_argument_group("data")
     g.add_argument("--data_root", help="folder of <source>/dataset and <source>/latents_<size>, or else latents")
@@ -224,8 +245,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--beta1", type=float, help="AdamW's, of the gradient's running mean")
     g.add_argument("--beta2", type=float, help="AdamW's, of its square's")
     g.add_argument("--clip", type=float, help="largest global gradient norm; 0: any")
-    g.add_argument("--adaptive_clip", type=float, help="and at most this multiple of the norm's running mean, say 3; "
-                   "0: any")  # fmt: skip
+    g.add_argument("--adaptive_clip", type=float, help="and at most this multiple of the median of the last 100 steps' "
+                   "norms, say 3; 0: any")  # fmt: skip
     g.add_argument("--ema", type=float, help="decay of the weights' average")
     g.add_argument("--seed", type=int, help="of weights, order, noise and timesteps, from 0 to 4,294,967,295")
 
@@ -269,6 +290,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--sample_cfg", type=float, help="guidance of the sample grids")
     g.add_argument("--log_steps", type=int, help="steps a line of log.jsonl")
     g.add_argument("--max_skipped", type=int, help="stop after so many non-finite steps in a row")
+    g.add_argument("--health_steps", type=int, help="steps a line of health.jsonl, by which SD_Doctor.py judges; 0: "
+                   "never")  # fmt: skip
     g.add_argument("--wandb", choices=["auto", "online", "offline", "disabled"],
                    help="Weights & Biases; auto: online with a key, offline without")  # fmt: skip
     g.add_argument("--dry_run", action="store_true", help="print the resolved configuration and plan, and stop")
@@ -292,7 +315,7 @@ def resolve(args, saved: dict | None) -> dict:
     phase = phase_named(args.phase)
     row = PHASES[phase]._asdict()
     row.pop("number")
-    settings = {"phase": phase} | row | DEFAULTS | (saved or {})
+    settings = {"phase": phase} | row | DEFAULTS | FURTHER.get(phase, {}) | (saved or {})
     settings.pop("compile", None)  # of runs that older revisions began
     if saved is not None and saved["phase"] != phase:
         raise InputError(
@@ -313,6 +336,12 @@ def resolve(args, saved: dict | None) -> dict:
     if settings["model"] not in PRESETS:
         raise InputError(f"--model wants one of {', '.join(PRESETS)}, found {settings['model']!r}")
     unet_config(settings)  # or what is wrong with it
+    check_flags(settings)
+    if (settings["lora"] or phase in FURTHER) and not (saved or args.init_from or args.benchmark or args.dry_run):
+        what = "--lora" if settings["lora"] else f"--phase {phase}"
+        raise InputError(
+            f"{what} goes on from weights that are there: name a model, an SD 1.x file say, with --init_from"
+        )
     ends = ("epochs", "max_steps", "minutes", "images")
     if given := [name for name in ends if getattr(args, name) is not None]:
         if len(given) > 1:
@@ -326,7 +355,7 @@ def resolve(args, saved: dict | None) -> dict:
         if not 0 < settings[name] < math.inf:
             raise InputError(f"--{name} wants a positive number, found {settings[name]}")
     for name in ("warmup", "decay", "clip", "adaptive_clip", "gamma", "offset_noise", "text_lr", "keep_last",
-                 "keep_every", "val_steps", "sample_steps"):  # fmt: skip
+                 "keep_every", "val_steps", "sample_steps", "health_steps"):  # fmt: skip
         if not 0 <= settings[name] < math.inf:
             raise InputError(f"--{name} wants a number from 0 up, found {settings[name]}")
     for name in ("drop", "ema", "latent_fraction"):
@@ -448,19 +477,20 @@ def main(argv=None):
     # Networks, data, and the plan made of both.
     unet = fresh_unet(args, settings, device)
     if args.benchmark and args.data_root is args.dataset is args.data is args.pictures is None:
-        unet.set_grad_checkpoint(choose_grad_checkpoint(settings, Denoiser(unet, None), None, device, say))
-        return train_benchmark(args.benchmark, settings, Denoiser(unet, None), schedule, place, args.trace)
+        denoiser = make_denoiser(unet, None, settings)
+        unet.set_grad_checkpoint(choose_grad_checkpoint(settings, denoiser, None, device, say))
+        return train_benchmark(args.benchmark, settings, denoiser, schedule, place, args.trace)
     if settings["pictures"]:
-        name_networks(settings, args.init_from)
-    text_encoder = load_text_encoder(settings, checkpoint)
+        name_vae(settings, args.init_from)
+    text_encoder = load_text_encoder(settings, checkpoint, args.init_from)
     text_encoder.requires_grad_(settings["train_text_encoder"])
-    denoiser = Denoiser(unet, text_encoder if settings["train_text_encoder"] else None)
+    denoiser = make_denoiser(unet, text_encoder, settings)
     if settings["pictures"]:
         data = load_pictures(settings, text_encoder, place, say)
     else:
         data = load_data(settings, text_encoder, pretouch=local == 0)
         describe_data(data, settings, say)
-    inputs = hash_inputs(data, text_encoder, settings["train_text_encoder"])
+    inputs = hash_inputs(data, text_encoder, settings["train_text_encoder"] and not settings["lora"])
     if saved:
         check_inputs(saved, data, inputs, say)
     plan = make_plan(args, settings, data, saved, world, say)
@@ -491,6 +521,8 @@ def main(argv=None):
         folder = RunFolder(out, settings, checkpoint, trained, plan, data, inputs, schedule, text_encoder, vae, command)
     model = wrap(denoiser, settings, world)
     micro_steps = MicroSteps(model, text_of, schedule, settings, update, device, say, shapes)
+    health = Health(folder and folder.log, denoiser, ema, settings, schedule, text_of, data.train, plan,
+                    update.shared is not None)  # fmt: skip
     fixed = fixed_batches(data.val, data.train, settings, schedule.steps, say)
     say(f"settings: {json.dumps(settings)}")
     say(f"{settings['phase']}: {plan.length(settings)} ({world} x {settings['batch']} x {settings['accumulate']}); "
@@ -498,7 +530,7 @@ def main(argv=None):
         f"{device}, {settings['dtype']}; from step {progress.step:,}")  # fmt: skip
 
     stop, peak = stop_on_signals(), peak_flops(device)
-    flops = 3 * mean_flops(unet.config, data.train) if peak else None
+    flops = passes(settings) * mean_flops(unet.config, data.train) if peak else None
     loader, course = loader_of(*sampled, plan.first, plan.end), Course(plan, settings, progress.seconds)
     bar = tqdm(total=None if course.limit else plan.total, initial=plan.first, disable=not place.first, unit="step",
                dynamic_ncols=True, mininterval=1.0)  # fmt: skip
@@ -518,7 +550,8 @@ def main(argv=None):
                 stats[2 : 2 + BINS] += losses @ bins
                 stats[2 + BINS :] += bins.sum(dim=0)
                 progress.seen += batch.seen
-            limit = clip_limit(settings, progress.mean_norm)
+            health.before(progress.step, batch)
+            limit = clip_limit(settings, progress.usual_norm())
             norm = update(lr, limit, ema_decay(settings["ema"], progress.updates))
             stats[0], stats[1] = float(stop.is_set()), course.now() if rank == 0 else 0.0
             if world > 1:
@@ -528,6 +561,7 @@ def main(argv=None):
                 update.skipped()
                 say(f"\nwarning: step {progress.step} skipped, its gradients are not finite "
                     f"({progress.skipped} in a row)")  # fmt: skip
+            health.after(progress.step, norm, limit, lr)
             micro_steps.end()
             bar.update()
             if progress.skipped >= settings["max_skipped"]:

@@ -165,6 +165,11 @@ def make_folder(path: str | Path) -> Path:
     return Path(path)
 
 
+def absolute(name: str) -> str:
+    """A local path made absolute; a hub name as it is."""
+    return str(Path(name).resolve()) if Path(name).exists() else name
+
+
 def read_json(path: str | Path) -> dict:
     """A JSON object from a file, or fails in one sentence."""
     try:

@@ -28,7 +28,7 @@ from sd.data import STREAM_PICTURE, BucketOrder, SampleOrder, generator
 from sd.device import DTYPES, Place
 from sd.encoder import Encoder
 from sd.errors import InputError
-from sd.files import counted, read_json
+from sd.files import counted
 from sd.index import (
     Captions,
     Index,
@@ -44,7 +44,7 @@ from sd.pictures import Reject, cut, decode_image, scaled
 from sd.setup import Data
 from sd.text import check_template, tokenize
 from sd.weights.parts import DEFAULT_VAE
-from sd.weights.read import checkpoint_folders, load_vae
+from sd.weights.read import load_vae
 from sd.where import COLUMN, NUMBER, TEXT, Where
 from sd.workers import check_workers
 from SD_Model import PRESETS, TextEncoder, weights_hash
@@ -461,19 +461,9 @@ def indexed(pictures: str, settings: dict, columns: list[str], where, workers: i
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def name_networks(settings: dict, init_from: str | None):
-    """Fill in the VAE and text encoder of a run on pictures, where no flag names them: those of --init_from, or the
-    VAE that the preset usually goes with."""
-    own = None
-    if init_from is not None:
-        path = Path(init_from)
-        own = path if (path / "model.json").is_file() else None
-        if (path / "checkpoints").is_dir():
-            own = next(iter(checkpoint_folders(path)), None)
-    if settings["text_encoder"] is None and settings["tokenizer"] is None and own is not None:
-        text = own / read_json(own / "model.json")["text_encoder"]
-        text = own / "text_encoder_ema" if (own / "text_encoder_ema").is_dir() else text
-        settings["text_encoder"] = str(text) if text.is_dir() else read_json(own / "model.json")["text_encoder"]
+def name_vae(settings: dict, init_from: str | None):
+    """Fill in the VAE of a run on pictures, where no flag names it: that of --init_from, or the one that the preset
+    usually goes with."""
     if settings["vae"] is None and init_from is not None:
         settings["vae"] = str(init_from)
     if settings["vae"] is None:

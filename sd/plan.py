@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from sd.checkpoints import MAX_STEPS
@@ -16,6 +17,7 @@ from sd.data import BucketOrder, SampleOrder, Split
 from sd.device import peak_flops
 from sd.errors import InputError
 from sd.fused import apply, multiplied
+from sd.lora import inject, settle_base
 from sd.networks import unet_config
 from sd.objective import Denoiser, in_autocast
 from sd.optim import lr_at
@@ -35,6 +37,12 @@ def count_flops(function, *shapes: tuple[int, ...]) -> int:
 def unet_flops(config: UNetConfig, latent: tuple[int, int, int], tokens: int) -> int:
     """Of one latent through the UNet; with the backward pass three times that."""
     return count_flops(lambda *x: UNet(config)(*x), (1, *latent), (1,), (1, tokens, config.context_dim))
+
+
+def passes(settings: dict) -> int:
+    """A step's work, in forward passes: the backward pass is two, or beside adapters one, as it needs no gradients of
+    the frozen weights."""
+    return 2 if settings.get("lora") else 3
 
 
 USUAL_MFU = 0.25  # of a card's peak, in dry runs: small networks on small pictures reach 0.12, the full one 0.4
@@ -191,7 +199,11 @@ def activation_bytes(settings: dict, batch: int, device: torch.device) -> tuple[
         unet = UNet(config)
         if settings["kernels"]:
             apply(unet)
-        held = list(unet.parameters())
+        denoiser = Denoiser(unet, None)
+        if settings.get("lora"):
+            inject(denoiser, settings)
+            settle_base(denoiser, settings)
+        held = list(denoiser.parameters())
         if copies_weights(settings):
             for p in multiplied(unet):
                 p.copy_bf16 = torch.empty_like(p, dtype=torch.bfloat16, requires_grad=False)
@@ -231,8 +243,13 @@ def choose_grad_checkpoint(settings: dict, denoiser: Denoiser, text_encoder, dev
 def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncoder | None, device) -> dict[str, int]:
     """Bytes a device needs, by what they are for; gradients come while activations go, unless steps accumulate, and
     the gradients of one block's activations are there with both."""
-    numbers = count_parameters(denoiser)[1]
-    frozen = 0 if text_encoder is None or denoiser.text_encoder is not None else count_parameters(text_encoder)[1]
+    numbers = sum(p.numel() for p in denoiser.trained())
+    held = 4 * (count_parameters(denoiser)[1] - numbers)  # the base of adapters
+    if settings["dtype"] == "bf16":
+        halves = (m.weight for m in denoiser.modules() if isinstance(m, nn.Linear | nn.Conv2d))
+        held -= 2 * sum(w.numel() for w in halves if not w.requires_grad)
+    if text_encoder is not None and denoiser.text_encoder is None:
+        held += 4 * count_parameters(text_encoder)[1]
     copied = sum(p.numel() for p in multiplied(denoiser)) if copies_weights(settings) else 0
     one_pass = settings["accumulate"] == 1
     sent, sums = 0, 2 if settings["compress_gradients"] else 4
@@ -244,7 +261,7 @@ def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncode
             sent = max(sent, copies)  # NCCL may have to do it
     (one, block), (two, block_of_two) = (activation_bytes(settings, n, device) for n in (1, 2))  # linear in the batch
     parts = {
-        "weights": 4 * (numbers + frozen) + 2 * copied,
+        "weights": 4 * numbers + held + 2 * copied,
         "Adam": 8 * numbers,
         "EMA": 4 * numbers,
         "gradients": 4 * numbers - 2 * copied * one_pass,
@@ -259,10 +276,10 @@ def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncode
     return parts | {"peak": parts["weights"] + parts["Adam"] + parts["EMA"] + beside}
 
 
-def expected_rate(config: UNetConfig, split: Split, device: torch.device) -> float | None:
+def expected_rate(settings: dict, split: Split, device: torch.device) -> float | None:
     """Images a second and process, at a share of the card's peak that trainings reach; None for an unknown card."""
     peak = peak_flops(device)
-    return peak and USUAL_MFU * peak / (3 * mean_flops(config, split))
+    return peak and USUAL_MFU * peak / (passes(settings) * mean_flops(unet_config(settings), split))
 
 
 def dry_run(out: Path, settings: dict, denoiser: Denoiser, text_encoder: TextEncoder, plan: Plan, split: Split, place):
@@ -272,7 +289,7 @@ def dry_run(out: Path, settings: dict, denoiser: Denoiser, text_encoder: TextEnc
     print(json.dumps(settings, indent=1))
     total, device = plan.total, place.device
     print(f"{plan.length(settings)} of {plan.order.epoch_size:,}")
-    if rate := expected_rate(denoiser.unet.config, split, device):
+    if rate := expected_rate(settings, split, device):
         rate *= place.world
         print(f"{rate:,.0f} images/s, estimated at {USUAL_MFU:.0%} of the card's peak: ", end="")
         if settings["minutes"]:
@@ -287,7 +304,7 @@ def dry_run(out: Path, settings: dict, denoiser: Denoiser, text_encoder: TextEnc
     saves = sorted({*range(settings["save_steps"], total + 1, settings["save_steps"]), total})
     every, last = settings["keep_every"], settings["keep_last"]
     kept = {s for s in saves if every and s % every == 0} | set(saves[-last:] if last else saves)
-    one = count_parameters(denoiser)[1] * 16 / 2**30  # live, EMA, Adam's two moments
+    one = sum(p.numel() for p in denoiser.trained()) * 16 / 2**30  # live, EMA, Adam's two moments
     print(f"{len(saves):,} checkpoints of {one:.2f} GiB, {len(kept):,} kept at the end: {len(kept) * one:.2f} GiB, and "
           f"{one:.2f} more while one is written")  # fmt: skip
     memory = memory_estimate(settings, denoiser, text_encoder, device)
