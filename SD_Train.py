@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=2 SD_Train.py --phase laion_broad --data_root data --out runs/1_broad    # two GPUs
     torchrun --nproc_per_node=2 SD_Train.py --phase laion_hq --data_root data --out runs/2_hq --init_from runs/1_broad
     torchrun ... (the same command) --resume                                                # go on after any stop
-    python SD_Train.py --phase demo --pictures my_cat --init_from runs/demo --out runs/cat           # your own pictures
+    python SD_Train.py --phase finetune --pictures my_cat --init_from model.safetensors --out runs/cat
     python SD_Train.py --phase 1 --data_root data --dry_run                                 # what would be done
     python SD_Train.py --phase 1 --benchmark 200                                            # speed on this card
 

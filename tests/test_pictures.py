@@ -156,6 +156,8 @@ def test_where_refuses_what_is_no_comparison(words):
 
 
 def test_where_counts_rows_without_the_field_and_refuses_a_field_that_none_has(root):
+    both = index_of(f"{root}/cat,{root}/tars/images", ["n:score"])[0].table["n:score"].to_pylist()
+    assert both == [None] * 24 + [i / 24 for i in range(24)]  # tars come behind folders; null is not 0
     index, *_ = index_of(root / "tars/images", where="score < 0.25 and width = 96 and shard = '00001'")
     assert keys(index) == ["tars/00001/0005"] and (index.pictures, index.lacking) == (24, 0)
     both = index_of(f"{root}/tars/images,{root}/cat", ["n:score"], where="score >= 0.75")[0]
@@ -451,6 +453,15 @@ def test_jitter_is_that_of_pillow():
             wanted = enhance(wanted).enhance(factor)
         assert np.abs(jittered(image, *factors).astype(int) - np.array(wanted)).max() <= 2, factors
     assert (jittered(image, 1, 1, 1) == image).all()
+
+
+def test_jitter_goes_as_far_up_as_down():
+    grey, rng = np.full((8, 8, 3), 100, np.uint8), np.random.default_rng(0)
+    levels = [Cut(8, jitter=0.3)(grey, rng.random(8)).mean() for _ in range(500)]  # of brightness alone
+    assert 70 <= min(levels) < 72 and 128 < max(levels) <= 130 and abs(np.mean(levels) - 100) < 3
+    reds = np.full((8, 8, 3), 100, np.uint8) + np.array([50, 0, 0], np.uint8)
+    spread = [np.ptp(Cut(8, jitter=0.3)(reds, rng.random(8))[0, 0].astype(int)) for _ in range(500)]
+    assert min(spread) < 50 * 0.7 * 0.8 and max(spread) > 50 * 1.3 * 1.2  # and of saturation, times that
 
 
 def test_a_showing_depends_on_seed_and_position_alone(root):
@@ -779,7 +790,9 @@ def test_a_run_does_not_go_on_with_other_pictures_or_another_vae(root, tmp_path)
 
 
 def test_vae_and_text_encoder_come_with_the_model(root, tmp_path, whole):
-    more = ("--without", "text_encoder", "--init_from", whole, "--caption", "a {folder}", "--max_steps", 4)
+    """As in `SD_Train.py --phase finetune --pictures DIR --init_from MODEL --out OUT`."""
+    more = ("--without", "text_encoder", "--init_from", whole, "--caption", "a {folder}", "--max_steps", 4, "--phase",
+            "finetune")  # fmt: skip
     argv = micro.flags(root, tmp_path / "run", "--without", "data", "--without", "data_root", "--pictures",
                        root / "cat", *more)  # fmt: skip
     output = tmp_path / "out.txt"
