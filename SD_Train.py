@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=2 SD_Train.py --phase laion_broad --data_root data --out runs/1_broad    # two GPUs
     torchrun --nproc_per_node=2 SD_Train.py --phase laion_hq --data_root data --out runs/2_hq --init_from runs/1_broad
     torchrun ... (the same command) --resume                                                # go on after any stop
-    python SD_Train.py --phase demo --pictures my_cat --init_from runs/demo --out runs/cat           # your own pictures
+    python SD_Train.py --phase finetune --pictures my_cat --init_from model.safetensors --out runs/cat
     python SD_Train.py --phase 1 --data_root data --dry_run                                 # what would be done
     python SD_Train.py --phase 1 --benchmark 200                                            # speed on this card
 
@@ -128,6 +128,7 @@ DEFAULTS = dict(
     pictures=None, captions=None, caption=None, caption_encoding=None, regularise=None, index=None, strict=False,
     where=None, balance=None, val_fraction=None, window=0, images=None,
     crop_scale=None, crop_aspect=None, flip=False, jitter=0.0, workers=None, picture_memory=4.0,
+    cache=None, cache_gib=50.0,
     health_steps=200,
 )  # fmt: skip
 # What a phase changes of them. These phases go on from a model that is there.
@@ -140,7 +141,7 @@ CHANGEABLE = set(
     "dataset latents data_root dataset_name vae text_encoder tokenizer max_steps minutes epochs lr batch accumulate "
     "grad_checkpoint kernels compress_gradients peer_copies dtype channels_last save_steps keep_last keep_every "
     "val_steps val_images sample_steps sample_prompts sample_cfg log_steps max_skipped wandb "
-    "pictures captions index strict images workers picture_memory health_steps".split()
+    "pictures captions index strict images workers picture_memory cache cache_gib health_steps".split()
 )
 TOO_MANY_SKIPPED = (
     "error: {} steps in a row had gradients that are not finite; look for NaN in the latents, lower --lr, or go on "
@@ -216,6 +217,9 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--window", type=int, help="tars that are shuffled together, for disks that want to read in one "
                    "place; 0: all")  # fmt: skip
     g.add_argument("--index", metavar="DIR", help="folder of the index (default: .index beside tars and pictures)")
+    g.add_argument("--cache", metavar="DIR", help="folder for tars that --pictures names by https://, http:// or "
+                   "pipe:COMMAND (default: none)")  # fmt: skip
+    g.add_argument("--cache_gib", type=float, metavar="GIB", help="that these may take")
     g.add_argument("--strict", help="refuse tars that are cut or missing, and pictures that cannot be used", **on)
     g.add_argument("--workers", type=int, help="threads that decode, and processes that index (default: a core each, "
                    "up to 16)")  # fmt: skip
@@ -382,9 +386,7 @@ def resolve(args, saved: dict | None) -> dict:
         )
     if (settings["dataset"] is None) != (settings["latents"] is None):
         raise InputError("--dataset and --latents name one source together: give both, or --data_root alone")
-    check_settings(settings)
-    if given := [n for n in ("data", "dataset", "data_root") if settings["pictures"] and getattr(args, n) is not None]:
-        raise InputError(f"--pictures and --{given[0]} both say what to train on: give one of them")
+    check_settings(settings, {name for name, value in vars(args).items() if value is not None})
     if settings["dataset"] is not None and args.dataset_name is not None:
         raise InputError("--dataset_name is of sources below --data_root: drop it, or --dataset and --latents")
     return settings
