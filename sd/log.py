@@ -67,7 +67,7 @@ class Log:
 
     def __init__(self, out: Path, settings: dict, resumed_at: int):
         self.out, self.wandb, self._waiting = out, None, {}
-        for name in ("log.jsonl", "validation.jsonl"):
+        for name in ("log.jsonl", "validation.jsonl", "health.jsonl"):
             cut_log(out / name, resumed_at)
         mode = wandb_mode(settings["wandb"])
         if mode == "disabled":
@@ -84,7 +84,7 @@ class Log:
             print(f"warning: wandb is off ({e or type(e).__name__})", file=sys.stderr)
 
     def write(self, name: str, row: dict):
-        """Add a line to log.jsonl or validation.jsonl, and its numbers to wandb."""
+        """Add a line to log.jsonl, validation.jsonl or health.jsonl, and its numbers to wandb, those by names too."""
         lines = self._waiting.setdefault(name, [])
         row = finite_or_null(row)
         lines.append(json.dumps(row, allow_nan=False) + "\n")
@@ -103,7 +103,11 @@ class Log:
                 print(
                     f"\nwarning: {self.out / name} cannot be written ({e}); its lines wait in memory", file=sys.stderr
                 )
-        self._to_wandb({f"{Path(name).stem}/{k}": v for k, v in row.items() if isinstance(v, int | float)}, row["step"])
+        named = {
+            f"{k}/{part}": v for k, by_name in row.items() if isinstance(by_name, dict) for part, v in by_name.items()
+        }
+        numbers = {k: v for k, v in (row | named).items() if isinstance(v, int | float)}
+        self._to_wandb({f"{Path(name).stem}/{k}": v for k, v in numbers.items()}, row["step"])
 
     def picture(self, path: Path, step: int):
         self._to_wandb({"samples": path}, step)

@@ -208,21 +208,20 @@ def fallen(done: float, schedule: str = "cosine") -> float:
 def make_optimizer(denoiser: Denoiser, settings: dict) -> torch.optim.AdamW:
     """AdamW. Matrices and kernels decay, biases and norms do not; the text encoder has its own multiple of the lr."""
     groups = []
-    for module, scale in ((denoiser.unet, 1.0), (denoiser.text_encoder, settings["text_lr"])):
-        if module is None:
-            continue
+    for part, scale in (("unet", 1.0), ("text_encoder", settings["text_lr"])):
         for decays in (True, False):
-            params = [p for p in module.parameters() if (p.ndim > 1) == decays]
-            groups.append({"params": params, "weight_decay": settings["decay"] * decays, "lr_scale": scale})
+            params = [p for p in denoiser.trained(part) if (p.ndim > 1) == decays]
+            if params:
+                groups.append({"params": params, "weight_decay": settings["decay"] * decays, "lr_scale": scale})
     fused = next(denoiser.parameters()).device.type in ("cuda", "cpu")
     return torch.optim.AdamW(
         groups, lr=settings["lr"], betas=(settings["beta1"], settings["beta2"]), eps=1e-8, fused=fused
     )
 
 
-def clip_limit(settings: dict, mean_norm: float) -> float:
-    """The largest gradient norm let through: --clip, and --adaptive_clip times the mean norm so far (0: none yet)."""
-    limits = [settings["clip"], settings["adaptive_clip"] * mean_norm]
+def clip_limit(settings: dict, usual_norm: float) -> float:
+    """The largest gradient norm let through: --clip, and --adaptive_clip times the usual norm (0: none yet)."""
+    limits = [settings["clip"], settings["adaptive_clip"] * usual_norm]
     return min((limit for limit in limits if limit), default=math.inf)
 
 

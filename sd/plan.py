@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from sd.checkpoints import MAX_STEPS
@@ -16,6 +17,7 @@ from sd.data import BucketOrder, SampleOrder, Split
 from sd.device import peak_flops
 from sd.errors import InputError
 from sd.fused import apply, multiplied
+from sd.lora import inject, settle_base
 from sd.networks import unet_config
 from sd.objective import Denoiser, in_autocast
 from sd.optim import lr_at
@@ -37,6 +39,12 @@ def unet_flops(config: UNetConfig, latent: tuple[int, int, int], tokens: int) ->
     return count_flops(lambda *x: UNet(config)(*x), (1, *latent), (1,), (1, tokens, config.context_dim))
 
 
+def passes(settings: dict) -> int:
+    """A step's work, in forward passes: the backward pass is two, or beside adapters one, as it needs no gradients of
+    the frozen weights."""
+    return 2 if settings.get("lora") else 3
+
+
 USUAL_MFU = 0.25  # of a card's peak, in dry runs: small networks on small pictures reach 0.12, the full one 0.4
 
 ROOM = 4 << 30  # bytes for validation and sample grids, which cannot use the memory that graphs hold
@@ -44,7 +52,7 @@ ROOM = 4 << 30  # bytes for validation and sample grids, which cannot use the me
 
 def mean_flops(config: UNetConfig, split: Split) -> float:
     """unet_flops of a split's pictures, on average over their shapes."""
-    counts, tokens = np.bincount(split.shape, minlength=len(split.shapes)), split.ids.shape[1]
+    counts, tokens = np.bincount(split.shape, minlength=len(split.shapes)), split.length
     each = [unet_flops(config, (config.in_channels, *shape[1:]), tokens) for shape in split.shapes]
     return float(np.average(each, weights=counts))
 
@@ -96,15 +104,18 @@ class Course:
 def make_plan(args, settings: dict, data: Data, saved: dict | None, world: int, say) -> Plan:
     """The plan of a run that begins, or goes on from `saved`, its state.json. On resume the global batch stays, and
     settings["accumulate"] follows the number of processes. InputError if it makes no step or has its end behind it."""
-    order, train = SampleOrder(data.train.sizes, data.weights, settings["seed"]), data.train
+    train = data.train
+    order = SampleOrder(train.sizes, data.weights, settings["seed"], train.windows)
     global_batch = plan_batches(settings, world, saved and saved["global_batch"], args.accumulate is not None)
     if len(train.shapes) > 1:
         order = BucketOrder(order, train.shape, global_batch)
-    total = settings["max_steps"] or int(settings["epochs"] * order.epoch_size) // global_batch
+    images = settings["images"] or int(settings["epochs"] * order.epoch_size)
+    total = settings["max_steps"] or images // global_batch
     if settings["minutes"]:
         total = MAX_STEPS
     if total < 1:
-        raise InputError(f"{settings['epochs']} epochs of {order.epoch_size} pictures make no step of {global_batch}")
+        what = f"{settings['epochs']} epochs of {order.epoch_size} pictures"
+        raise InputError(f"{settings['images'] or what} make no step of {global_batch}")
     first = saved["step"] if saved else 0
     check_end(first, total, args.stop_at, say)
     if saved and settings["minutes"] and saved.get("seconds", 0) >= 60 * settings["minutes"]:
@@ -188,7 +199,11 @@ def activation_bytes(settings: dict, batch: int, device: torch.device) -> tuple[
         unet = UNet(config)
         if settings["kernels"]:
             apply(unet)
-        held = list(unet.parameters())
+        denoiser = Denoiser(unet, None)
+        if settings.get("lora"):
+            inject(denoiser, settings)
+            settle_base(denoiser, settings)
+        held = list(denoiser.parameters())
         if copies_weights(settings):
             for p in multiplied(unet):
                 p.copy_bf16 = torch.empty_like(p, dtype=torch.bfloat16, requires_grad=False)
@@ -228,8 +243,13 @@ def choose_grad_checkpoint(settings: dict, denoiser: Denoiser, text_encoder, dev
 def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncoder | None, device) -> dict[str, int]:
     """Bytes a device needs, by what they are for; gradients come while activations go, unless steps accumulate, and
     the gradients of one block's activations are there with both."""
-    numbers = count_parameters(denoiser)[1]
-    frozen = 0 if text_encoder is None or denoiser.text_encoder is not None else count_parameters(text_encoder)[1]
+    numbers = sum(p.numel() for p in denoiser.trained())
+    held = 4 * (count_parameters(denoiser)[1] - numbers)  # the base of adapters
+    if settings["dtype"] == "bf16":
+        halves = (m.weight for m in denoiser.modules() if isinstance(m, nn.Linear | nn.Conv2d))
+        held -= 2 * sum(w.numel() for w in halves if not w.requires_grad)
+    if text_encoder is not None and denoiser.text_encoder is None:
+        held += 4 * count_parameters(text_encoder)[1]
     copied = sum(p.numel() for p in multiplied(denoiser)) if copies_weights(settings) else 0
     one_pass = settings["accumulate"] == 1
     sent, sums = 0, 2 if settings["compress_gradients"] else 4
@@ -241,7 +261,7 @@ def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncode
             sent = max(sent, copies)  # NCCL may have to do it
     (one, block), (two, block_of_two) = (activation_bytes(settings, n, device) for n in (1, 2))  # linear in the batch
     parts = {
-        "weights": 4 * (numbers + frozen) + 2 * copied,
+        "weights": 4 * numbers + held + 2 * copied,
         "Adam": 8 * numbers,
         "EMA": 4 * numbers,
         "gradients": 4 * numbers - 2 * copied * one_pass,
@@ -256,10 +276,10 @@ def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncode
     return parts | {"peak": parts["weights"] + parts["Adam"] + parts["EMA"] + beside}
 
 
-def expected_rate(config: UNetConfig, split: Split, device: torch.device) -> float | None:
+def expected_rate(settings: dict, split: Split, device: torch.device) -> float | None:
     """Images a second and process, at a share of the card's peak that trainings reach; None for an unknown card."""
     peak = peak_flops(device)
-    return peak and USUAL_MFU * peak / (3 * mean_flops(config, split))
+    return peak and USUAL_MFU * peak / (passes(settings) * mean_flops(unet_config(settings), split))
 
 
 def dry_run(out: Path, settings: dict, denoiser: Denoiser, text_encoder: TextEncoder, plan: Plan, split: Split, place):
@@ -269,7 +289,7 @@ def dry_run(out: Path, settings: dict, denoiser: Denoiser, text_encoder: TextEnc
     print(json.dumps(settings, indent=1))
     total, device = plan.total, place.device
     print(f"{plan.length(settings)} of {plan.order.epoch_size:,}")
-    if rate := expected_rate(denoiser.unet.config, split, device):
+    if rate := expected_rate(settings, split, device):
         rate *= place.world
         print(f"{rate:,.0f} images/s, estimated at {USUAL_MFU:.0%} of the card's peak: ", end="")
         if settings["minutes"]:
@@ -284,7 +304,7 @@ def dry_run(out: Path, settings: dict, denoiser: Denoiser, text_encoder: TextEnc
     saves = sorted({*range(settings["save_steps"], total + 1, settings["save_steps"]), total})
     every, last = settings["keep_every"], settings["keep_last"]
     kept = {s for s in saves if every and s % every == 0} | set(saves[-last:] if last else saves)
-    one = count_parameters(denoiser)[1] * 16 / 2**30  # live, EMA, Adam's two moments
+    one = sum(p.numel() for p in denoiser.trained()) * 16 / 2**30  # live, EMA, Adam's two moments
     print(f"{len(saves):,} checkpoints of {one:.2f} GiB, {len(kept):,} kept at the end: {len(kept) * one:.2f} GiB, and "
           f"{one:.2f} more while one is written")  # fmt: skip
     memory = memory_estimate(settings, denoiser, text_encoder, device)

@@ -35,7 +35,8 @@ class Update:
     def __init__(self, optimizer: torch.optim.AdamW, denoiser: Denoiser, ema: Denoiser, settings: dict, world: int):
         self.optimizer, self.fused, self.shared = optimizer, None, None
         # Lists, as a walk over the modules takes milliseconds.
-        self.parameters, self.averages = list(denoiser.parameters()), list(ema.parameters())
+        pairs = [pair for pair in zip(denoiser.parameters(), ema.parameters()) if pair[0].requires_grad]
+        self.parameters, self.averages = map(list, zip(*pairs))
         if settings["kernels"]:
             copied = multiplied(denoiser) if copies_weights(settings) else ()
             if world > 1:
