@@ -62,10 +62,11 @@ help:  ## list these targets
 	.venv/bin/python -m pip install -q -r requirements.txt
 	touch $@
 
-# open-clip-torch carries CLIP's vocabulary; its dependencies would bring a second torchvision and are left out.
+# open-clip-torch carries CLIP's vocabulary; torch-fidelity and prdc are oracles of tests/test_evaluate.py. Their
+# dependencies would bring a second torchvision and are left out.
 .venv/installed_dev: .venv/installed requirements-dev.txt requirements-data.txt
 	.venv/bin/python -m pip install -q -r requirements-dev.txt -r requirements-data.txt
-	.venv/bin/python -m pip install -q --no-deps 'open-clip-torch>=2.30'
+	.venv/bin/python -m pip install -q --no-deps 'open-clip-torch>=2.30' 'torch-fidelity>=0.4' 'prdc>=0.2'
 	touch $@
 
 none/installed none/installed_dev: ;
