@@ -24,7 +24,6 @@ says how.
 """
 
 import argparse
-import contextlib
 import hashlib
 import json
 import math
@@ -225,9 +224,12 @@ def open_for(args) -> Model:
 def output_for(args, count: int) -> Output | Bulk:
     """Where `count` pictures go. InputError for flags that do not go together."""
     if args.tars is None and args.folders is None:
-        with contextlib.suppress(InputError):  # left over in the environment; one process needs no rank
-            if (world := find_ranks(os.environ)[1]) > 1:
-                raise SystemExit(f"{world} processes were started, and each would paint all: add --tars or --folders")
+        try:
+            world = find_ranks(os.environ)[1]
+        except InputError:  # of something else: one process needs no rank
+            world = 1
+        if world > 1:
+            raise InputError(f"{world} processes were started, and each would paint all: add --tars or --folders")
         return Output(args.out, count, args.overwrite, args.grid)
     if odd := [name for name in ("overwrite", "grid") if getattr(args, name)]:
         raise InputError(f"--{odd[0]} is of a folder of numbered pictures: drop it, or --tars and --folders")

@@ -34,7 +34,7 @@ class Bulk:
 
     def __init__(self, out: str, kind: str, size: int, count: int):
         """kind: tars or folders. InputError if the folder cannot be written or the numbers make no sense."""
-        if size < 1 or size > 100_000:
+        if not 1 <= size <= 100_000:
             raise InputError(f"--{kind} wants 1 to 100,000 pictures in each, found {size}")
         if Path(out).suffix.lower() in (".png", ".tar"):
             raise InputError(f"--{kind} wants a folder as --out, found {out}")
@@ -102,6 +102,8 @@ class Bulk:
         manifest = self.settings | {"complete": True, "shards": self.shards, "pictures": self.count}
         write_manifest(self.out, manifest)
         seconds = max(time.perf_counter() - started, 1e-3)
+        if not open_at_start:
+            return print(f"all is there: {self.out} holds {self.count} pictures in {self.shards} {self.kind}")
         print(f"{self.done} pictures in {seconds:.1f} s, {self.done / seconds:.2f} images/s here and "
               f"{open_at_start / seconds:.2f} with all others; {self.out} holds {self.count} in {self.shards} "
               f"{self.kind}")  # fmt: skip
