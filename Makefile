@@ -25,7 +25,7 @@ NO_MODEL = error: demo/drawings, with which make paint paints, is not in this co
 
 ARGS ?=
 
-.PHONY: demo paint showcase test test_slow faults lint clean_demo help
+.PHONY: demo paint showcase test test_slow test_slurm faults lint clean_demo help
 
 demo: $(VENV)/installed  ## draw pictures, train on them, paint, and check the result: 8 minutes on two CPU cores
 	$(PY) demo/run.py
@@ -46,6 +46,9 @@ test_slow: $(VENV)/installed_dev  ## run the tests that take minutes or gigabyte
 
 faults: $(VENV)/installed_dev  ## attack real trainings and count what they survive (docs/FAULTS.md)
 	$(PY) tests/faults/run.py
+
+test_slurm: $(VENV)/installed_dev  ## train through slurm/*.sbatch on a Slurm of its own: 3 minutes, needs root
+	$(PY) tests/slurm/run.py
 
 lint: $(VENV)/installed_dev  ## check style alone
 	$(PY) -m ruff check . && $(PY) -m ruff format --check .

@@ -9,7 +9,7 @@
     python SD_Train.py --phase 1 --benchmark 200                                            # speed on this card
 
 On several machines, start the same torchrun line on each with --nnodes, --node_rank and --rdzv_endpoint, or one process
-a GPU with srun, MASTER_ADDR and MASTER_PORT being set.
+a GPU with srun; slurm/train.sbatch is a job that goes on by itself when its time is over.
 
 What is random about a sample (its place in the epoch, noise, timestep, caption drop) is a function of the seed and of
 the sample's global position alone, so that ranks x batch x accumulation can be cut in any way, and a run killed at any
@@ -63,6 +63,7 @@ from sd.setup import (
     text_for,
     vae_of_latents,
 )
+from sd.slurm import SIGNALS, UNFINISHED
 from sd.speed import TRACED, train_benchmark, warm_up_steps
 from sd.step import MicroSteps, Update, peak_memory, wrap
 from SD_Model import PRESETS, NoiseSchedule, count_parameters
@@ -147,6 +148,7 @@ TOO_MANY_SKIPPED = (
     "error: {} steps in a row had gradients that are not finite; look for NaN in the latents, lower --lr, or go on "
     "from an older checkpoint with --resume PATH"
 )
+SAVE_FAILED = "error: the last checkpoint could not be written; free some disk and run again with --resume"
 
 
 def parse_args(argv=None) -> argparse.Namespace:
@@ -299,6 +301,12 @@ def parse_args(argv=None) -> argparse.Namespace:
                    "are named, and stop (default: train)")  # fmt: skip
     g.add_argument("--trace", metavar="FILE", help="of --benchmark: write a trace of three more steps, in Chrome's "
                    "format (default: none)")  # fmt: skip
+
+    g = p.add_argument_group("several machines")
+    g.add_argument("--requeue_signal", choices=SIGNALS, help="save and stop at this signal too, and end with status "
+                   f"{UNFINISHED} when a signal stopped the run, for slurm/train.sbatch (default: none)")  # fmt: skip
+    g.add_argument("--timeout", type=float, help="seconds that processes wait for each other (default: 600 with GPUs, "
+                   "else 1800)")  # fmt: skip
     return p.parse_args(argv)
 
 
@@ -446,21 +454,21 @@ def loader_of(data: Data, plan: Plan, settings: dict, null_ids, timesteps: int, 
     return Prefetcher(batch_at, positions, place.device)
 
 
-def stop_on_signals() -> threading.Event:
-    """Set by SIGTERM and Ctrl-C. The first asks for a save at the next step boundary; later ones change nothing, so
+def stop_on_signals(stop: threading.Event, *signals: signal.Signals):
+    """Let these signals set `stop`. The first asks for a save at the next step boundary; later ones change nothing, so
     that none can break the save."""
-    stop = threading.Event()
-    for s in (signal.SIGTERM, signal.SIGINT):
+    for s in signals:
         signal.signal(s, lambda *_: stop.set())
-    return stop
 
 
 def main(argv=None):
-    args = parse_args(argv)
+    args, stop = parse_args(argv), threading.Event()
+    if args.requeue_signal:  # heard from here on, as it ends a process that does not expect it
+        stop_on_signals(stop, signal.Signals[f"SIG{args.requeue_signal}"])
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     disable_progress_bar()  # of transformers, whose bars would break ours
     out = Path(args.out or f"runs/{phase_named(args.phase)}")
-    place = setup_device(args.device)
+    place = setup_device(args.device, args.timeout)
     device, rank, world, local = place
     say = print if place.first else lambda *a, **k: None
 
@@ -529,11 +537,13 @@ def main(argv=None):
         f"UNet {count_parameters(unet)[1]:,} parameters; "
         f"{device}, {settings['dtype']}; from step {progress.step:,}")  # fmt: skip
 
-    stop, peak = stop_on_signals(), peak_flops(device)
+    peak = peak_flops(device)
+    stop_on_signals(stop, signal.SIGTERM, signal.SIGINT)
     flops = passes(settings) * mean_flops(unet.config, data.train) if peak else None
     loader, course = loader_of(*sampled, plan.first, plan.end), Course(plan, settings, progress.seconds)
     bar = tqdm(total=None if course.limit else plan.total, initial=plan.first, disable=not place.first, unit="step",
                dynamic_ncols=True, mininterval=1.0)  # fmt: skip
+    stopping = False
     try:
         while progress.step < plan.end and not course.over(progress.step):
             # One optimizer step: the gradients of the mean loss over the global batch, however it is cut.
@@ -619,15 +629,17 @@ def main(argv=None):
         elif not folder.saver.failed_last:
             images = progress.step * plan.global_batch
             say(f"done: {progress.step:,} steps, {images:,} images; {out}/checkpoints/step_{progress.step:08d}")
+    failed = sum_over_ranks(int(folder is not None and folder.saver.failed_last), device, world)  # all wait here
     if world > 1:
-        dist.barrier()
         # DDP goes first. Were it the group's last owner, its destructor would wait, with Python's lock in hand, for
         # gloo's threads, and these sometimes wait for that lock (seen with torch 2.13).
         del model, micro_steps
         gc.collect()
         dist.destroy_process_group()
-    if folder and folder.saver.failed_last:
-        raise SystemExit("error: the last checkpoint could not be written; free some disk and run again with --resume")
+    if failed:
+        raise SystemExit(SAVE_FAILED if folder else 1)
+    if args.requeue_signal and stopping and progress.step < plan.end and not course.over(progress.step):
+        raise SystemExit(UNFINISHED)
 
 
 if __name__ == "__main__":
