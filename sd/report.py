@@ -28,7 +28,6 @@ from sd.page import (
     folded,
     heat,
     section,
-    short,
     slider,
     subsection,
     table,
@@ -261,7 +260,10 @@ def draw_curves(runs: Mapping[str, Run]) -> Html:
     }
     drawn = [chart[name].draw(x_name, title, log, marks) for name, (title, log) in titles.items()]
     drawn += [c.draw(x_name, name, False, marks) for name, c in more.items()]
-    return beside(*drawn) if any(drawn) else Html("<p>The log has no lines yet.</p>")
+    if not any(drawn):
+        return Html("<p>The log has no lines yet.</p>")
+    note = Html("<p>Dotted: where the run was resumed.</p>") if marks else ""
+    return Html(f"{note}{beside(*drawn)}")
 
 
 def add_evaluations(more: dict[str, _Chart], run: Run, x: Callable, i: int, of: str):
@@ -306,14 +308,14 @@ def key_numbers(run: Run) -> dict[str, object]:
     losses = [(row["loss"], row["step"]) for row in held_out if number(row.get("loss")) is not None]
     speeds = [row["images_per_s"] for row in run.log[-50:] if number(row.get("images_per_s"))]
     speed = float(np.median(speeds)) if speeds else None
-    numbers: dict[str, object] = {"step": f"{run.step:,}" + (f" of {total:,}" if total else "")}
+    numbers: dict[str, object] = {"step": run.step, "steps planned": total}
     numbers["images seen"] = round(run.step * run.images_a_step)
     numbers["epochs"] = last(run.log, "epoch")
     recent = [row["loss"] for row in run.log[-50:] if number(row.get("loss")) is not None]
-    numbers["training loss, mean of the last lines"] = float(np.mean(recent)) if recent else None
+    numbers["training loss, lately"] = float(np.mean(recent)) if recent else None
     numbers["held-out loss, newest"] = losses[-1][0] if losses else None
     if losses:
-        numbers["lowest held-out loss"] = f"{short(min(losses)[0])} at step {min(losses)[1]:,}"
+        numbers["lowest held-out loss"], numbers["its step"] = min(losses)
     numbers["images/s"] = speed
     if total and speed and run.step < total:
         numbers["left at this speed"] = duration((total - run.step) * run.images_a_step / speed)
