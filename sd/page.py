@@ -574,14 +574,23 @@ for (const figure of all(".heat")) {
     return [`${d.x} ${short(d.at[column])}`, [[d.rows[row], d.cells[row][column]]]];
   });
 }
-for (const slider of all(".slider")) {
+const sliders = all(".slider").map(slider => {
   const labels = data(slider), input = slider.querySelector("input"), frames = all(".frames > *", slider);
-  input.addEventListener("input", () => {
-    const n = Number(input.value);
+  const show = n => {
+    input.value = n;
     frames.forEach((frame, i) => { frame.hidden = i !== n; });
     slider.querySelector("output").textContent = labels[n];
-  });
-}
+  };
+  return { labels, input, show, place: slider.closest(".beside") };
+});
+for (const one of sliders) one.input.addEventListener("input", () => {
+  const n = Number(one.input.value);
+  one.show(n);
+  for (const other of sliders) if (other !== one && one.place && other.place === one.place) {
+    const same = other.labels.indexOf(one.labels[n]);  // of two runs side by side: the same step, where both have it
+    if (same >= 0) other.show(same);
+  }
+});
 for (const table of all("table.sortable")) all("th", table).forEach((th, column) => th.addEventListener("click", () => {
   const order = th.dataset.order === "1" ? -1 : 1, body = table.tBodies[0];
   all("th", table).forEach(other => delete other.dataset.order);
