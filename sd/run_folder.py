@@ -10,7 +10,7 @@ from sd.checkpoints import Checkpointer, HostCopy
 from sd.errors import InputError
 from sd.files import atomic_write, lock_run
 from sd.log import Log, plot_run
-from sd.plan import Plan
+from sd.plan import Plan, checkpoint_bytes
 from sd.setup import Data, Trained
 from sd.weights.read import checkpoint_folders
 from SD_Model import VAE, NoiseSchedule, TextEncoder, count_parameters
@@ -65,8 +65,11 @@ class RunFolder:
         }
         self.decides = {"global_batch": plan.global_batch, "data": data.hashes, "inputs": inputs,
                         "vae": data.vae["hash"], "settings": dict(settings)}  # fmt: skip
-        numbers = count_parameters(trained.denoiser)[1]
-        self.to_host = HostCopy(pin=next(trained.denoiser.parameters()).is_cuda, size=16 * numbers)  # with EMA and Adam
+        if trained.ema is trained.denoiser:
+            self.beside["model"]["weights"] = "live"  # as in any folder that has one UNet
+        self.to_host = HostCopy(
+            next(trained.denoiser.parameters()).is_cuda, checkpoint_bytes(settings, trained.denoiser)
+        )
         self.log = Log(out, settings, trained.progress.step)
         self.saver = Checkpointer(
             out / "checkpoints", settings["keep_last"], settings["keep_every"], trained.progress.step, print
@@ -75,9 +78,12 @@ class RunFolder:
     def snapshot(self, seen: int) -> dict:
         """Everything a checkpoint holds, copied to host memory. seen: the sum over all ranks."""
         trained, progress = self.trained, self.trained.progress
-        modules = {"unet": trained.denoiser.unet, "unet_ema": trained.ema.unet}
+        nets = (
+            {"": trained.denoiser} if trained.ema is trained.denoiser else {"": trained.denoiser, "_ema": trained.ema}
+        )
+        modules = {f"unet{name}": net.unet for name, net in nets.items()}
         if trained.denoiser.text_encoder is not None:
-            modules |= {"text_encoder": trained.denoiser.text_encoder, "text_encoder_ema": trained.ema.text_encoder}
+            modules |= {f"text_encoder{name}": net.text_encoder for name, net in nets.items()}
         images = progress.step * self.plan.global_batch
         progress.lineage[-1]["images"] = images
         parts = self.to_host({"weights": {name: m.state_dict() for name, m in modules.items()},

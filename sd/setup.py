@@ -17,7 +17,7 @@ from sd.fused import apply
 from sd.kernels import available
 from sd.networks import unet_config
 from sd.objective import Denoiser, in_autocast
-from sd.optim import make_optimizer
+from sd.optim import describe_optimizer, make_optimizer
 from sd.text import load_tokenizer, tokenizer_hash
 from sd.weights.read import load_vae, open_model
 from SD_Model import PRESETS, TextEncoder, UNet, weights_hash
@@ -164,7 +164,7 @@ def vae_of_latents(settings: dict, vae_info: dict):
 def init_weights(args, denoiser: Denoiser, ema: Denoiser, prediction: str, vae_hash: str, say) -> list[dict]:
     """Weights of --init_from into live and EMA; returns the lineage that the new run continues."""
     wanted = {"same": ("live", "ema"), "ema": ("ema", "ema"), "live": ("live", "live")}[args.init_weights]
-    for net, weights in zip((denoiser, ema), wanted):
+    for net, weights in list(zip((denoiser, ema), wanted))[: 1 if ema is denoiser else 2]:
         source = open_model(args.init_from, weights=weights)
         config, state = source.unet_state()
         if config != net.unet.config:
@@ -190,7 +190,8 @@ def init_weights(args, denoiser: Denoiser, ema: Denoiser, prediction: str, vae_h
 
 @dataclass
 class Trained:
-    """What training changes: live weights, their average, the optimizer's state, and where it stands."""
+    """What training changes: live weights, their average (with --no_ema the live weights themselves), the optimizer's
+    state, and where it stands."""
 
     denoiser: Denoiser
     ema: Denoiser
@@ -214,7 +215,7 @@ def fresh_unet(args, settings: dict, device: torch.device) -> UNet:
 
 def open_trained(args, settings: dict, denoiser: Denoiser, data: Data, checkpoint, saved, place: Place, say) -> Trained:
     """Weights, optimizer and progress on the device: from the checkpoint, from --init_from, or fresh."""
-    ema, memory = copy.deepcopy(denoiser).requires_grad_(False).eval(), memory_format(settings)
+    ema, memory = average_of(denoiser, settings), memory_format(settings)
     if checkpoint:
         load_weights(checkpoint, denoiser, ema)
         progress = Progress.resumed(saved, place.rank)
@@ -224,12 +225,18 @@ def open_trained(args, settings: dict, denoiser: Denoiser, data: Data, checkpoin
             progress.lineage = init_weights(args, denoiser, ema, settings["prediction"], data.vae["hash"], say)
         progress.lineage.append({"phase": settings["phase"], "data": data.hashes, "images": 0,
                                  "revision": git_revision(), "torch": torch.__version__})  # fmt: skip
-    denoiser.to(place.device, memory_format=memory).train()
     ema.to(place.device, memory_format=memory)
+    denoiser.to(place.device, memory_format=memory).train()
     optimizer = make_optimizer(denoiser, settings)
     if checkpoint:
         load_optimizer(checkpoint, optimizer)
+    say(describe_optimizer(optimizer, denoiser, settings))
     return Trained(denoiser, ema, optimizer, progress)
+
+
+def average_of(denoiser: Denoiser, settings: dict) -> Denoiser:
+    """A copy that becomes the weights' average; with --no_ema the denoiser itself."""
+    return denoiser if settings["no_ema"] else copy.deepcopy(denoiser).requires_grad_(False).eval()
 
 
 def memory_format(settings: dict) -> torch.memory_format:

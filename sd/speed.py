@@ -1,6 +1,5 @@
 """Benchmarks of training, sampling and encoding."""
 
-import copy
 import gc
 import json
 import tempfile
@@ -23,7 +22,7 @@ from sd.objective import Denoiser
 from sd.optim import clip_limit, forget_gradients, make_optimizer
 from sd.painting import decode_latents, guided, make_sampler
 from sd.plan import count_flops, unet_flops
-from sd.setup import memory_format
+from sd.setup import average_of, memory_format
 from sd.shards import ShardWriter
 from sd.step import MicroSteps, Update, peak_memory, wrap
 from sd.stream import stream
@@ -119,7 +118,7 @@ class TimedSteps:
         self.shape = unet.in_channels, side, side
         self.denoiser, self.device, self.clock, self.waited = denoiser, device, Clock(device), 0.0
         denoiser.to(device, memory_format=memory_format(settings)).train()
-        ema = copy.deepcopy(denoiser).requires_grad_(False)
+        ema = average_of(denoiser, settings)
         self.update = Update(make_optimizer(denoiser, settings), denoiser, ema, settings, place.world)
         model = wrap(denoiser, settings, place.world)
         latents, noise = torch.randn(2, micro, *self.shape, device=device)
