@@ -453,15 +453,21 @@ if triton is not None:
         scale = tl.minimum(1.0, limit / (n + 1e-6))
         size = tl.load(table + 5 * K + k)
         mask = (i < size) & (n < float("inf"))
-        fp32, bf16 = tl.pointer_type(tl.float32), tl.pointer_type(tl.bfloat16)
-        p_at, e_at, half = tl.load(table + k), tl.load(table + 3 * K + k), tl.load(table + 4 * K + k)
-        m_at, m_max = tl.load(table + K + k), tl.load(table + 6 * K + k)
-        v_at, v_max = tl.load(table + 2 * K + k), tl.load(table + 7 * K + k)
+        fp32 = tl.pointer_type(tl.float32)
+        bf16 = tl.pointer_type(tl.bfloat16)
+        p_at = tl.multiple_of(tl.load(table + k), 16)  # addresses
+        e_at = tl.multiple_of(tl.load(table + 3 * K + k), 16)
+        half = tl.multiple_of(tl.load(table + 4 * K + k), 16)
+        m_at = tl.multiple_of(tl.load(table + K + k), 16)
+        m_max = tl.load(table + 6 * K + k)
+        v_at = tl.multiple_of(tl.load(table + 2 * K + k), 16)
+        v_max = tl.load(table + 7 * K + k)
         short = m_max + none != 0
         there = (rows * 256 < size) & (m_max + rows * 0 != 0) & (tl.load(norm + rows * 0) < float("inf"))
         rows = tl.where(there, rows, -1)  # of which the largest values are kept
         p_short, g_short = tl.load(table + 8 * K + k) + none != 0, tl.load(grads + K + k) + none != 0
-        rate, weight_decay, g_at = lr * tl.load(rates + k), tl.load(rates + K + k), tl.load(grads + k)
+        g_at = tl.multiple_of(tl.load(grads + k), 16)
+        rate, weight_decay = lr * tl.load(rates + k), tl.load(rates + K + k)
         g = tl.load(g_at.to(bf16) + i, mask=mask & g_short, other=0.0).to(tl.float32)
         g += tl.load(g_at.to(fp32) + i, mask=mask & (g_short == 0), other=0.0)
         g *= scale

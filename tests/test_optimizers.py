@@ -329,8 +329,8 @@ def test_values_of_eight_bits():
 
 
 def test_eight_bits_as_in_bitsandbytes():
-    """From the same state, the same weights and codes; those of squares below 1e-4 of a block's largest are coarser in
-    its version for the CPU."""
+    """From the same state, the same weights and codes; but its version for the CPU tells shares of a block's largest
+    apart no better than to 1e-4."""
     other = bitsandbytes().optim.AdamW8bit
     for with_sign in (True, False):
         theirs = bitsandbytes().functional.create_dynamic_map(with_sign)
@@ -346,10 +346,11 @@ def test_eight_bits_as_in_bitsandbytes():
         assert torch.allclose(p.cpu(), q, atol=1e-6)
         for name, number in (("exp_avg", 1), ("exp_avg_sq", 2)):
             found, expected = a[name].cpu().flatten().int(), b[f"state{number}"].flatten().int()
-            tiny = (found <= 20) & (number == 2)
+            values = ours.maps[p.device][number - 1].cpu()
+            tiny = (values[found] - values[expected]).abs() < 1e-4
             apart = torch.where(tiny, 0, (found - expected).abs())
             assert apart.max() <= 1 and (apart > 0).float().mean() < 0.01, name
-            assert tiny.float().mean() < 0.05 and (found[tiny] > 0).all()
+            assert (found != expected).float().mean() < 0.05
             assert torch.allclose(a[f"{name}_max"].cpu(), b[f"absmax{number}"], rtol=1e-5)
             b[f"state{number}"].view(-1).copy_(a[name].cpu().flatten())
             b[f"absmax{number}"].copy_(a[f"{name}_max"])
