@@ -57,6 +57,7 @@ COLOURED = 2  # pictures on coloured backgrounds, of each drawing
 JITTERED = 2
 TINTED = 2  # in different colours, where the drawing can be tinted
 SCENES = 0.7  # of two things, for each drawing that can be in one
+DECIDED = 128  # pixels a side that decisions look at
 EXTRA = 0.1  # share of the drawings that also show a held-out colour
 
 SKIN = range(0x1F3FB, 0x1F400)
@@ -400,22 +401,45 @@ def can_mirror(name: str) -> bool:
     return not re.search(r"left|right|book|newspaper|calendar|abc|keyboard|bill|banknote|map|ticket|label", name)
 
 
-def pictures_of(drawing: Drawing, rgba: np.ndarray, size: int):
+class Look(NamedTuple):
+    """A drawing as RGBA uint8: as large as pictures want it, and DECIDED pixels a side. What pictures there are is
+    decided by the latter, so that those of any --size have the same keys and captions."""
+
+    rgba: np.ndarray
+    small: np.ndarray
+
+    def tinted(self, colour: str) -> "Look | None":
+        """In another colour; None if it cannot be."""
+        small = drawings.tint_drawing(self.small, colour)
+        if small is None:
+            return None
+        return Look(drawings.tint(self.rgba, drawings.main_colour(self.small), colour), small)
+
+
+def look_at(resvg, body: str | bytes, size: int) -> Look:
+    """The look of a drawing for pictures of that size; Reject if it does not render, is blank, or white on white."""
+    rgba, small = render(resvg, body, 2 * size), render(resvg, body, DECIDED)
+    if len(small) != DECIDED:  # a WebP
+        small = cv2.resize(small, (DECIDED, DECIDED), interpolation=cv2.INTER_AREA)
+    if (np.abs(drawings.on_ground(small, DECIDED, "white").astype(int) - 255).max(2) > 12).mean() < 0.02:
+        raise Reject("white_on_white")
+    return Look(rgba, small)
+
+
+def pictures_of(drawing: Drawing, look: Look, size: int):
     """Yields (kind, picture RGB uint8, background, tint, split) for each picture of one drawing."""
+    rgba, small = look
     concept, style, held = drawing.concept, drawing.style, drawing.held
     key = (concept, drawing.package)
 
     def split(background: str, tint: str) -> str:
         return drawings.split(concept, style, background, tint, held)
 
-    plain = drawings.on_ground(rgba, size, "white")
-    if (np.abs(plain.astype(int) - 255).max(2) > 12).mean() < 0.02:
-        raise Reject("white_on_white")
-    yield "plain", plain, "white", "", split("white", "")
+    yield "plain", drawings.on_ground(rgba, size, "white"), "white", "", split("white", "")
     if style in held:  # shown once, to compare with
         return
     fits = [
-        c for c in choose(drawings.BACKGROUNDS, "ground", *key) if drawings.stands_out(rgba, drawings.BACKGROUNDS[c])
+        c for c in choose(drawings.BACKGROUNDS, "ground", *key) if drawings.stands_out(small, drawings.BACKGROUNDS[c])
     ]
     trained = [colour for colour in fits if not drawings.held_colour(concept, colour)]
     unseen = [colour for colour in fits if drawings.held_colour(concept, colour)]
@@ -438,10 +462,10 @@ def pictures_of(drawing: Drawing, rgba: np.ndarray, size: int):
         left = {"train": TINTED, "val": int(extra)}
         for tint in choose(drawings.TINTS, "tint", *key):
             side = split("white", tint)
-            tinted = drawings.tint_drawing(rgba, tint) if left[side] else None
+            tinted = look.tinted(tint) if left[side] else None
             if tinted is not None:
                 left[side] -= 1
-                yield "tint", drawings.on_ground(tinted, size, "white"), "white", tint, side
+                yield "tint", drawings.on_ground(tinted.rgba, size, "white"), "white", tint, side
 
 
 def can_tint(drawing: Drawing) -> bool:
@@ -459,39 +483,40 @@ def in_scenes(drawing: Drawing) -> bool:
     return bool(group) and drawing.style not in drawing.held and len(drawing.concept.split()) <= 3
 
 
-def scenes_of(made: list[tuple[Drawing, np.ndarray]], number: int, size: int):
+def scenes_of(made: list[tuple[Drawing, Look]], number: int, size: int):
     """Yields (two drawings, names of the two in the captions, relation, background, picture, split) for a shard."""
     rng = np.random.default_rng([0x5CE2E, number])
     by_package = defaultdict(list)
-    for drawing, rgba in made:
+    for drawing, look in made:
         if in_scenes(drawing):
-            by_package[drawing.package].append((drawing, rgba))
+            by_package[drawing.package].append((drawing, look))
     for package in sorted(by_package):
         members = by_package[package]
         if len(members) < 2:
             continue
         for _ in range(round(SCENES * len(members))):
-            (a, rgba_a), (b, rgba_b) = (members[i] for i in rng.choice(len(members), 2, replace=False))
+            (a, look_a), (b, look_b) = (members[i] for i in rng.choice(len(members), 2, replace=False))
             names = [a.concept, b.concept]
-            looks = [rgba_a, rgba_b]
+            looks = [look_a, look_b]
             for i, drawing in enumerate((a, b)):
                 tint = str(rng.choice(list(drawings.TINTS)))
                 if rng.random() < 0.25 and can_tint(drawing) and not drawings.held_colour(drawing.concept, tint):
-                    tinted = drawings.tint_drawing(looks[i], tint)
+                    tinted = looks[i].tinted(tint)
                     if tinted is not None:
                         looks[i], names[i] = tinted, f"{tint} {drawing.concept}"
             relation = str(rng.choice(drawings.RELATIONS))
             ground = str(rng.choice(["white", "white", *drawings.BACKGROUNDS]))
             if ground != "white" and not all(
-                drawings.stands_out(look, drawings.BACKGROUNDS[ground]) and not drawings.held_colour(d.concept, ground)
-                for d, look in zip((a, b), looks)
+                drawings.stands_out(look.small, drawings.BACKGROUNDS[ground])
+                and not drawings.held_colour(drawing.concept, ground)
+                for drawing, look in zip((a, b), looks)
             ):
                 ground = "white"
             picture = drawings.canvas(size, ground)
             for look, centre in zip(looks, drawings.scene_centres(relation)):
                 side = rng.uniform(0.38, 0.45)
                 jitter = rng.uniform(-1, 1, 2) * 0.015
-                drawings.place(drawings.crop(look), picture, np.array(centre) + jitter, side)
+                drawings.place(drawings.crop(look.rgba), picture, np.array(centre) + jitter, side)
             split = "val" if drawings.held_scene(a.concept, b.concept) else "train"
             yield (a, b), names, relation, ground, picture, split
 
@@ -533,14 +558,14 @@ def write_shard(path: Path, number: int, items: list[Drawing], size: int) -> int
 
         for drawing in items:
             try:
-                rgba = render(resvg, drawing.body, 2 * size)
-                for kind, picture, ground, tint, split in pictures_of(drawing, rgba, size):
+                look = look_at(resvg, drawing.body, size)
+                for kind, picture, ground, tint, split in pictures_of(drawing, look, size):
                     captions = drawings.captions(drawing.names, drawing.style, ground, tint)
                     add(picture, about(drawing, kind, ground, tint, split, captions, size))
             except Reject as reject:
                 shard.reject(reject.reason)
                 continue
-            made.append((drawing, rgba))
+            made.append((drawing, look))
         for (a, b), names, relation, ground, picture, split in scenes_of(made, number, size):
             captions = drawings.scene_captions(*names, relation, a.style, ground)
             facts = about(a, "scene", ground, "", split, captions, size)

@@ -28,7 +28,8 @@ from sd.shapes import shape_prompts  # noqa: E402
 PROMISED = {"colour": 0.95, "shape": 0.88, "position": 0.97, "background": 0.97, "all": 0.85}
 EVALUATED = 256  # pictures each of three sets
 TRAINING = (
-    "--text_lr 0.003 --beta2 0.99 --max_steps 2100 --save_steps 500 --val_steps 1000 --sample_cfg 3 --wandb disabled"
+    "--text_lr 0.003 --beta2 0.99 --max_steps 2100 --channels_last --save_steps 500 --val_steps 1000 --sample_cfg 3 "
+    "--wandb disabled"
 ).split()
 SAMPLING = "--sampler dpmpp_2m --steps 12 --cfg 3 --batch 128".split()
 
@@ -37,6 +38,7 @@ def stages(out: Path, make_vae: bool) -> dict[str, list[list[str]]]:
     """Stage name -> command lines, in order."""
     source = out / "data" / "shapes"
     images, tokenizer = source / "images", source / "tokenizer"
+    colourful = out / "data" / "any_colour"  # of many colours, an autoencoder's outlines are cleaner
     vae = out / "vae" / "vae" if make_vae else "demo/vae"
     keep = ["--min_aesthetic", "6", "--min_similarity", "0.25", "--max_watermark", "0.5", "--max_unsafe", "0.5"]
     paint = ["SD_ImageGen.py", "--model", out / "train", *SAMPLING, "--overwrite"]  # a stage that stopped begins anew
@@ -51,8 +53,12 @@ def stages(out: Path, make_vae: bool) -> dict[str, list[list[str]]]:
             ["data_pipeline/05_build_hf_dataset.py", "--in", source / "tokens", "--out", source / "dataset",
              "--val_fraction", 0.03],
         ],
-        "train a VAE": [["SD_TrainVAE.py", "--model", "tiny", "--images", images, "--out", out / "vae", "--size", 64,
-                         "--batch", 64, "--max_steps", 2000, "--kl_weight", "1e-4", "--resume"]],
+        "train a VAE": [
+            ["data_pipeline/00_make_shapes.py", "--out", colourful, "--count", 16000, "--size", 64,
+             "--named_share", 0.4],
+            ["SD_TrainVAE.py", "--model", "tiny", "--images", colourful / "images", "--out", out / "vae", "--size", 64,
+             "--batch", 64, "--max_steps", 4000, "--kl_weight", "1e-4", "--resume"],
+        ],
         "encode latents": [["encode_latents.py", "--images", images, "--vae", vae, "--out", source / "latents",
                             "--size", 64, "--batch", 128]],
         "train": [["SD_Train.py", "--phase", "demo", "--data_root", out / "data", "--out", out / "train", "--resume",

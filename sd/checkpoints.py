@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import statistics
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from sd.adam8bit import AdamW8bit
 from sd.errors import InputError, reading
 from sd.files import digests, fsync, read_json
 from sd.log import Window
+from sd.lora import from_tensors, load_adapters
 from sd.optimizers import OTHER_SHAPES
 from sd.weights.parts import save_vae
 from sd.weights.read import checkpoint_folders, checkpoint_problem, checkpoint_step
@@ -32,6 +34,10 @@ STATE = {"settings", "global_batch", "data", "step", "ema_updates", "skipped", "
 
 AVERAGE = "unet_ema.safetensors"  # which runs with --no_ema do not have
 
+ADAPTERS = {"lora.safetensors", "lora_ema.safetensors"}  # instead of weights, where adapters are trained
+
+RECENT = 100  # steps whose gradient norms --adaptive_clip goes by
+
 NEEDED = {"unet.safetensors", AVERAGE, "optimizer.pt", "model.json", "state.json"}  # to go on from one
 
 
@@ -39,7 +45,10 @@ def resume_problem(folder: Path, needed: set[str] = NEEDED, state: set[str] = ST
     """Why training cannot go on from a checkpoint folder, or None. needed: its files; state: names in state.json."""
     if fault := checkpoint_problem(folder):
         return fault
-    lacking = needed - set(read_json(folder / "manifest.json"))
+    files = set(read_json(folder / "manifest.json"))
+    if files & ADAPTERS and needed is NEEDED:
+        needed = NEEDED - {"unet.safetensors", AVERAGE} | ADAPTERS
+    lacking = needed - files
     if lacking and lacking != {AVERAGE}:
         return f"its manifest lacks {sorted(lacking)[0]}"
     try:
@@ -209,7 +218,7 @@ class Checkpointer:
 def write_checkpoint(folder: Path, snapshot: dict):
     """Write a snapshot's files and their manifest into an empty folder, synced to disk."""
     for name, tensors in snapshot["weights"].items():
-        if name.startswith("unet"):
+        if name.startswith(("unet", "lora")):
             save_tensors(tensors, folder / f"{name}.safetensors")
         else:  # text_encoder, text_encoder_ema: as transformers writes them
             encoder = snapshot["text_encoder"]
@@ -230,11 +239,17 @@ def write_checkpoint(folder: Path, snapshot: dict):
 
 
 def load_weights(checkpoint: Path, live, ema):
-    """Live and EMA weights of a checkpoint into two Denoisers, strictly; into one, if both are the same."""
+    """Live and EMA weights of a checkpoint into two Denoisers, strictly; into one, if both are the same. Of adapters if
+    they have such."""
     config = config_from_dict(UNetConfig, read_json(checkpoint / "model.json")["unet"])
     if config != live.unet.config:
         raise InputError(f"{checkpoint} holds a UNet of {config}, and the preset is now {live.unet.config}")
     for net, suffix in ((live, ""), (ema, "_ema"))[: 1 if ema is live else 2]:
+        if net.adapters is not None:
+            file = checkpoint / f"lora{suffix}.safetensors"
+            with reading(file, OLDER):
+                load_adapters(net, from_tensors(safetensors.torch.load_file(file), file), file)
+            continue
         file = checkpoint / f"unet{suffix}.safetensors"
         with reading(file, OLDER):
             net.unet.load_state_dict(safetensors.torch.load_file(file))
@@ -269,11 +284,12 @@ class Progress:
     step: int = 0  # optimizer steps behind us, skipped ones too
     updates: int = 0  # of the EMA
     skipped: int = 0  # steps in a row whose gradients were not finite
-    mean_norm: float = 0.0  # running mean of the gradient norm after clipping, for --adaptive_clip; 0: none yet
+    mean_norm: float = 0.0  # running mean of the gradient norm after clipping; 0: none yet
     seen: int = 0  # sum modulo 2^64 of seen_hash, this rank's share
     lineage: list[dict] = field(default_factory=list)  # the phases up to this one
     window: Window = field(default_factory=Window)  # of the log
     seconds: float | None = None  # spent in training, where --minutes ends it
+    norms: list[float] = field(default_factory=list)  # the last RECENT steps' before clipping, for --adaptive_clip
 
     def advance(self, norm: float, limit: float, sums: list[float]) -> bool:
         """One step on: whether it was taken. A step whose gradients' norm is not finite counts and is skipped. limit:
@@ -281,6 +297,7 @@ class Progress:
         taken = math.isfinite(norm)
         if taken:
             self.updates, self.skipped = self.updates + 1, 0
+            self.norms = [*self.norms, norm][-RECENT:]
             self.mean_norm += (min(norm, limit) - self.mean_norm) * (0.01 if self.mean_norm else 1)
         else:
             self.skipped += 1
@@ -288,14 +305,22 @@ class Progress:
         self.window.add(sums, norm, not taken)
         return taken
 
+    def usual_norm(self) -> float:
+        """The median of the last steps' gradient norms, 0 if there are none yet: neither a spike nor a step that was
+        skipped moves it much, and what was large for long becomes usual. Of a run that an older revision began, which
+        saved a mean alone, that mean, until there are norms."""
+        norms = self.norms or [self.mean_norm]
+        return statistics.median(norms) if all(map(math.isfinite, norms)) else 0.0
+
     def state(self) -> dict:
         """For state.json; `seen` is to be the sum over ranks there."""
         state = {"step": self.step, "ema_updates": self.updates, "skipped": self.skipped, "mean_norm": self.mean_norm,
-                 "seen": self.seen, "lineage": copy.deepcopy(self.lineage), "window": self.window.state()}  # fmt: skip
+                 "seen": self.seen, "lineage": copy.deepcopy(self.lineage), "window": self.window.state(),
+                 "norms": list(self.norms)}  # fmt: skip
         return state if self.seconds is None else state | {"seconds": self.seconds}
 
     @classmethod
     def resumed(cls, saved: dict, rank: int) -> "Progress":
         seen = saved["seen"] if rank == 0 else 0
         return cls(saved["step"], saved["ema_updates"], saved["skipped"], saved["mean_norm"], seen, saved["lineage"],
-                   Window(saved["window"]), saved.get("seconds"))  # fmt: skip
+                   Window(saved["window"]), saved.get("seconds"), saved.get("norms", []))  # fmt: skip

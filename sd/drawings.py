@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import re
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -231,12 +232,17 @@ def nearest_background(rgb: np.ndarray) -> str:
     return list(palette)[int(distance.argmin())]
 
 
-def tint_drawing(rgba: np.ndarray, colour: str) -> np.ndarray | None:
-    """A drawing, RGBA uint8 [H, W, 4], with its main colour turned into another (a key of TINTS): its hue is rotated,
-    its lightness and chroma moved to that colour's, with shading kept. Parts of quite another hue, as a leaf at an
-    apple, stay. None where the drawing has no main colour, or does not become what the word says."""
-    lab = to_lab(rgba[..., :3])
-    seen = rgba[..., 3] > 127
+class Colour(NamedTuple):
+    """The main colour of a drawing, in CIE Lab: hue in degrees, lightness and chroma."""
+
+    hue: float
+    light: float
+    chroma: float
+
+
+def main_colour(rgba: np.ndarray) -> Colour | None:
+    """The colour that most of a drawing, RGBA uint8 [H, W, 4], is of; None where there is no such."""
+    lab, seen = to_lab(rgba[..., :3]), rgba[..., 3] > 127
     chroma = np.hypot(lab[..., 1], lab[..., 2])
     hue = np.degrees(np.arctan2(lab[..., 2], lab[..., 1]))
     coloured = seen & (chroma > 14)
@@ -250,24 +256,34 @@ def tint_drawing(rgba: np.ndarray, colour: str) -> np.ndarray | None:
     light_enough = seen & ((lab[..., 0] > 30) | coloured)  # not outlines
     if main.sum() < max(0.6 * coloured.sum(), 0.45 * light_enough.sum()):
         return None
-    middle = np.median(away[main])
-    light, strength = np.median(lab[..., 0][main]), np.median(chroma[main])
+    return Colour(around + np.median(away[main]), np.median(lab[..., 0][main]), np.median(chroma[main]))
+
+
+def tint(rgba: np.ndarray, main: Colour, colour: str) -> np.ndarray:
+    """A drawing, RGBA uint8 [H, W, 4], with its main colour turned into another (a key of TINTS): its hue is rotated,
+    its lightness and chroma moved to that colour's, with shading kept. Parts of quite another hue, as a leaf at an
+    apple, stay."""
+    lab = to_lab(rgba[..., :3])
+    chroma = np.hypot(lab[..., 1], lab[..., 2])
+    away = (np.degrees(np.arctan2(lab[..., 2], lab[..., 1])) - main.hue + 180) % 360 - 180
     target_light, target_chroma, target_hue = TINTS[colour]
     # Full effect up to 45 degrees from the main hue, none from 60 on; none where there is no colour.
-    part = np.clip((60 - np.abs(away - middle)) / 15, 0, 1) * np.clip((chroma - 8) / 8, 0, 1)
-    new_hue = np.radians(target_hue + 0.25 * (away - middle))
-    new_chroma = chroma * (target_chroma / strength)
-    new = np.stack(
-        [
-            np.clip(lab[..., 0] + (target_light - light), 3, 97),
-            new_chroma * np.cos(new_hue),
-            new_chroma * np.sin(new_hue),
-        ],
-        -1,
-    )
-    new = lab + part[..., None] * (new - lab)
+    part = np.clip((60 - np.abs(away)) / 15, 0, 1) * np.clip((chroma - 8) / 8, 0, 1)
+    new_hue, new_chroma = np.radians(target_hue + 0.25 * away), chroma * (target_chroma / main.chroma)
+    light = np.clip(lab[..., 0] + (target_light - main.light), 3, 97)
+    new = np.stack([light, new_chroma * np.cos(new_hue), new_chroma * np.sin(new_hue)], -1)
     tinted = rgba.copy()
-    tinted[..., :3] = from_lab(new)
+    tinted[..., :3] = from_lab(lab + part[..., None] * (new - lab))
+    return tinted
+
+
+def tint_drawing(rgba: np.ndarray, colour: str) -> np.ndarray | None:
+    """A drawing, RGBA uint8 [H, W, 4], tinted; None where it has no main colour, or does not become what the word
+    says."""
+    main = main_colour(rgba)
+    if main is None:
+        return None
+    tinted, seen = tint(rgba, main, colour), rgba[..., 3] > 127
     return tinted if colour_of(to_lab(tinted[..., :3])[seen], least=0.7) == colour else None
 
 

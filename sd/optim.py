@@ -310,6 +310,13 @@ def check_optimizer(args, settings: dict, begins: bool):
         )
     if name == "schedulefree" and settings["no_ema"]:
         raise InputError("--optimizer schedulefree keeps its average where the EMA is: drop --no_ema")
+    if settings["lora"] and settings["no_ema"]:
+        raise InputError("--no_ema saves next to nothing with --lora, whose average is of the adapter alone: drop it")
+    if settings["lora"] and settings["weights_dtype"] == "bf16":
+        raise InputError(
+            "--weights_dtype bf16 is of weights that are trained, and those of an adapter stay in fp32: drop it (with "
+            "--dtype bf16 the others are in bf16 anyway), or --lora"
+        )
     if args.ema is not None and settings["no_ema"]:
         raise InputError("--no_ema keeps no average, whose decay --ema would be: drop one of them")
     if args.ema is not None and name == "schedulefree":
@@ -346,17 +353,16 @@ def make_optimizer(denoiser: Denoiser, settings: dict) -> torch.optim.Optimizer:
     biases and norms do not; the text encoder has its own multiple of the lr."""
     cast_weights(denoiser, settings)
     name, groups = settings["optimizer"], []
-    for module, scale in ((denoiser.unet, 1.0), (denoiser.text_encoder, settings["text_lr"])):
-        if module is None:
-            continue
-        tables = embeddings(module)
+    tables = embeddings(denoiser)
+    for part, scale in (("unet", 1.0), ("text_encoder", settings["text_lr"])):
         for decays in (True, False):
-            params = [p for p in module.parameters() if p.requires_grad and (p.ndim > 1) == decays]
+            params = [p for p in denoiser.trained(part) if (p.ndim > 1) == decays]
             group = {"params": params, "weight_decay": settings["decay"] * decays, "lr_scale": scale}
             if name == "muon" and decays:
                 groups.append(group | {"params": [p for p in params if p not in tables], "muon": True})
                 group["params"] = [p for p in params if p in tables]
             groups.append(group)
+    groups = [group for group in groups if group["params"]]
     betas = settings["beta1"], settings["beta2"]
     if name == "adamw" and settings["weights_dtype"] == "fp32":
         fused = next(denoiser.parameters()).device.type in ("cuda", "cpu")
@@ -389,8 +395,8 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, denoiser: Denoiser, set
 def state_bytes(denoiser: Denoiser, settings: dict) -> int:
     """Of the optimizer's state for what is trained."""
     name, tables, total = settings["optimizer"], embeddings(denoiser), 0
-    for p in denoiser.parameters():
-        n = p.numel() if p.requires_grad else 0
+    for p in denoiser.trained():
+        n = p.numel()
         if name == "adamw8bit" and n >= SMALLEST:
             total += 2 * (n + 4 * blocks_of(n))
         elif name == "adafactor" and p.ndim > 1:
@@ -407,9 +413,9 @@ def state_bytes(denoiser: Denoiser, settings: dict) -> int:
     return total
 
 
-def clip_limit(settings: dict, mean_norm: float) -> float:
-    """The largest gradient norm let through: --clip, and --adaptive_clip times the mean norm so far (0: none yet)."""
-    limits = [settings["clip"], settings["adaptive_clip"] * mean_norm]
+def clip_limit(settings: dict, usual_norm: float) -> float:
+    """The largest gradient norm let through: --clip, and --adaptive_clip times the usual norm (0: none yet)."""
+    limits = [settings["clip"], settings["adaptive_clip"] * usual_norm]
     return min((limit for limit in limits if limit), default=math.inf)
 
 

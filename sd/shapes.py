@@ -14,6 +14,8 @@ import numpy as np
 
 SHAPES = ("circle", "square", "triangle", "star")
 
+NEW_SHAPES = ("heart",)  # which the demo never sees: what its fine-tuning is to learn
+
 COLOURS = {  # RGB
     "red": (215, 30, 35),
     "orange": (250, 140, 20),
@@ -58,6 +60,20 @@ FLAWS = {"wrong_caption": "similarity", "noise": "aesthetic", "stripes": "pwater
 FLAWED_SHARE = 0.05
 
 
+def to_lab(rgb: np.ndarray) -> np.ndarray:
+    """RGB uint8 [..., 3] to CIE Lab, float32, where equal distances look about equally different."""
+    flat = np.ascontiguousarray(rgb.reshape(1, -1, 3), np.float32) / 255
+    return cv2.cvtColor(flat, cv2.COLOR_RGB2Lab).reshape(rgb.shape)
+
+
+def nearest(rgb: np.ndarray, palette: dict[str, tuple]) -> str:
+    """The palette's name that is nearest to a colour [3], in Lab."""
+    distances = np.linalg.norm(
+        to_lab(np.array(list(palette.values()), np.uint8)) - to_lab(rgb.astype(np.uint8)), axis=1
+    )
+    return list(palette)[int(distances.argmin())]
+
+
 def outline(shape: str) -> np.ndarray:
     """The outline of a shape, float64 [points, 2] (x, y down), around its centre of mass, of about a circle's extent
     with radius 1."""
@@ -73,7 +89,11 @@ def outline(shape: str) -> np.ndarray:
         angles = np.arange(10) * (2 * np.pi / 10) - np.pi / 2
         radii = np.where(np.arange(10) % 2 == 0, 1.25, 1.25 * 0.42)
         return radii[:, None] * np.stack([np.cos(angles), np.sin(angles)], 1)
-    raise ValueError(f"unknown shape {shape!r}: one of {', '.join(SHAPES)}")
+    if shape == "heart":
+        t = np.arange(64) * (2 * np.pi / 64)
+        y = 13 * np.cos(t) - 5 * np.cos(2 * t) - 2 * np.cos(3 * t) - np.cos(4 * t)
+        return np.stack([16 * np.sin(t) ** 3, 0.85 - y], 1) / 15.5  # around its centre of mass
+    raise ValueError(f"unknown shape {shape!r}: one of {', '.join(SHAPES + NEW_SHAPES)}")
 
 
 def coverage(points: np.ndarray, size: int, factor: int = 4) -> np.ndarray:
@@ -85,12 +105,13 @@ def coverage(points: np.ndarray, size: int, factor: int = 4) -> np.ndarray:
     return cv2.resize(fine, (size, size), interpolation=cv2.INTER_AREA).astype(np.float32) / 255
 
 
-def draw(truth: dict, centre: tuple[float, float], size: int) -> np.ndarray:
-    """RGB uint8 [size, size, 3]: the shape around `centre` (x, y over picture side), anti-aliased."""
+def draw(truth: dict, centre: tuple[float, float], size: int, colour: np.ndarray | None = None) -> np.ndarray:
+    """RGB uint8 [size, size, 3]: the shape around `centre` (x, y over picture side), anti-aliased, in the truth's
+    colour or in `colour`, RGB [3]."""
     points = (np.array(centre) + truth["size"] * outline(truth["shape"])) * size
     cover = coverage(points, size)[:, :, None]
     background = np.array(BACKGROUNDS[truth["background"]], np.float32)
-    colour = np.array(COLOURS[truth["colour"]], np.float32)
+    colour = np.array(COLOURS[truth["colour"]] if colour is None else colour, np.float32)
     return np.rint(background + cover * (colour - background)).astype(np.uint8)
 
 
@@ -105,18 +126,35 @@ def _random_truth(rng: np.random.Generator, pairs: tuple) -> dict:
     }
 
 
-def draw_jittered(truth: dict, size: int, rng: np.random.Generator) -> np.ndarray:
+def draw_jittered(truth: dict, size: int, rng: np.random.Generator, colour: np.ndarray | None = None) -> np.ndarray:
     """draw() at the position that the truth names, a little off."""
     x, y = POSITIONS[truth["position"]]
     dx, dy = rng.uniform(-POSITION_JITTER, POSITION_JITTER, 2)
-    return draw(truth, (x + dx, y + dy), size)
+    return draw(truth, (x + dx, y + dy), size, colour)
 
 
-def sample(seed: int, index: int, size: int, pairs: tuple = TRAINED) -> tuple[np.ndarray, dict]:
-    """A picture RGB uint8 [size, size, 3] and its truth; depends on (seed, index) alone."""
+def any_colour(truth: dict, rng: np.random.Generator) -> np.ndarray:
+    """A colour without a name, RGB uint8 [3], that stands out from the truth's background and is not nearest to one of
+    which the truth's shape is held out."""
+    background = to_lab(np.array(BACKGROUNDS[truth["background"]], np.uint8)[None])
+    while True:
+        colour = rng.integers(0, 256, 3).astype(np.uint8)
+        if (truth["shape"], nearest(colour, COLOURS)) in HELD_OUT:
+            continue
+        if np.linalg.norm(to_lab(colour[None]) - background) > 30:
+            return colour
+
+
+def sample(
+    seed: int, index: int, size: int, pairs: tuple = TRAINED, named_share: float = 1.0
+) -> tuple[np.ndarray, dict]:
+    """A picture RGB uint8 [size, size, 3] and its truth; depends on (seed, index) alone. named_share: of the pictures,
+    how many have a colour of the table; the others have any_colour, and None in the truth."""
     rng = np.random.default_rng([seed, index])
-    truth = _random_truth(rng, pairs)
-    return draw_jittered(truth, size, rng), truth
+    truth, colour = _random_truth(rng, pairs), None
+    if named_share < 1 and rng.uniform() >= named_share:
+        truth["colour"], colour = None, any_colour(truth, rng)
+    return draw_jittered(truth, size, rng, colour), truth
 
 
 def caption(
@@ -151,18 +189,20 @@ def random_caption(truth: dict, rng: np.random.Generator) -> str:
         named = ["shape", "colour"]
     else:
         named = [name for name in ("shape", "colour", "position", "background") if rng.uniform() < 0.5]
-    return caption(**{name: truth[name] for name in named or ["shape"]})
+    named = [name for name in named if truth[name]] or ["shape"]
+    return caption(**{name: truth[name] for name in named})
 
 
 def shape_prompts(kind: str, n: int, seed: int) -> list[dict]:
     """n full prompts, each {prompt, shape, colour, position, background}, for evaluation.
 
-    kind 'held_out' has the pairs of HELD_OUT only, 'trained' those of TRAINED. All combinations come equally often (to
-    one), in an order that depends on the seed.
+    kind 'held_out' has the pairs of HELD_OUT only, 'trained' those of TRAINED, 'new' the shapes of NEW_SHAPES in every
+    colour. All combinations come equally often (to one), in an order that depends on the seed.
     """
-    if kind not in ("held_out", "trained"):
-        raise ValueError(f"unknown kind {kind!r}: held_out or trained")
-    pairs = HELD_OUT if kind == "held_out" else TRAINED
+    kinds = {"held_out": HELD_OUT, "trained": TRAINED, "new": tuple(itertools.product(NEW_SHAPES, COLOURS))}
+    if kind not in kinds:
+        raise ValueError(f"unknown kind {kind!r}: one of {', '.join(kinds)}")
+    pairs = kinds[kind]
     combinations = list(itertools.product(pairs, POSITIONS, BACKGROUNDS))
     rng = np.random.default_rng(seed)
     chosen = []
@@ -173,12 +213,12 @@ def shape_prompts(kind: str, n: int, seed: int) -> list[dict]:
     return [{"prompt": caption(**truth), **truth} for truth in truths]
 
 
-def row(seed: int, index: int, size: int) -> tuple[np.ndarray, str, dict]:
+def row(seed: int, index: int, size: int, named_share: float = 1.0) -> tuple[np.ndarray, str, dict]:
     """Picture `index` of a data set: RGB uint8 [size, size, 3], caption, and metadata with LAION's columns and the
     truth. One in twenty has a flaw (see FLAWS), which its scores tell: a filter that keeps aesthetic >= 6,
     similarity >= 0.25, pwatermark <= 0.5 and punsafe <= 0.5 drops exactly these. A third of the flawed rows have no
     score (null) in place of a bad one."""
-    picture, truth = sample(seed, index, size)
+    picture, truth = sample(seed, index, size, named_share=named_share)
     rng = np.random.default_rng([seed, index, 1])
     text = random_caption(truth, rng)
     scores = {

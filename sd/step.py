@@ -54,7 +54,8 @@ class Update:
         """ema: the denoiser itself, if there is no average."""
         self.optimizer, self.fused, self.shared, self.kernels = optimizer, None, None, settings["kernels"]
         # Lists, as a walk over the modules takes milliseconds.
-        self.parameters, self.averages = list(denoiser.parameters()), list(ema.parameters())
+        pairs = [pair for pair in zip(denoiser.parameters(), ema.parameters()) if pair[0].requires_grad]
+        self.parameters, self.averages = map(list, zip(*pairs))
         if ema is denoiser:
             self.averages = []
         averages, self.copied = dict(zip(self.parameters, self.averages)), []

@@ -16,6 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "data_pipeline"), str(ROOT / "demo")]
 
 import sd.errors  # noqa: E402
 import sd.pictures  # noqa: E402
+import sd.prompts  # noqa: E402
 import sd.shards  # noqa: E402
 from sd import drawings  # noqa: E402
 
@@ -295,6 +296,26 @@ def test_shards_are_in_the_project_s_form(shards):
                 assert drawings.colour_of(drawings.to_lab(image)[mask]) == row["tint"]
             seen += 1
     assert seen == len(rows)
+
+
+def test_another_size_shows_the_same_things_under_the_same_keys(packages, shards, tmp_path, monkeypatch):
+    """Latents of both sizes are found by these keys, and share one dataset of captions. A drawing whose edge a
+    background hides at one size and not at another must not shift the rest."""
+    small = drawings.stands_out
+
+    def moody(rgba, background):  # decides by the size that it is shown
+        return small(rgba, background) and len(rgba) % 3 != sum(background) % 3
+
+    monkeypatch.setattr(drawings, "stands_out", moody)
+    made = []
+    for size in (32, 96):
+        run(
+            monkeypatch, script.main, "--packages", packages, "--out", tmp_path / str(size) / "drawings", "--size", size
+        )
+        made.append(
+            [(r["key"], r["captions"], r["split"]) for r in rows_of(tmp_path / str(size) / "drawings" / "images")]
+        )
+    assert made[0] == made[1] and len(made[0]) > 50
 
 
 def test_scenes_stand_as_their_captions_say(shards):

@@ -532,7 +532,7 @@ def large_blocks(monkeypatch):
     """Triton's interpreter takes its time by blocks."""
     if DEVICE == "cpu":
         for kind in (sd.optim.FusedStep, sd.optim.FusedStep8bit):
-            monkeypatch.setattr(kind, "BLOCK", 1 << 14)
+            monkeypatch.setattr(kind, "BLOCK", 1 << 12)
 
 
 def assert_copies(weights):
@@ -742,11 +742,29 @@ def test_what_suits_an_optimizer_where_no_flag_says_otherwise():
         (["--optimizer", "schedulefree", "--ema", "0.9"], "drop --ema"),
         (["--no_ema", "--ema", "0.9"], "drop one of them"),
         (["--weights_dtype", "bf16"], "add --dtype bf16"),
+        (["--lora", "2", "--no_ema", "--dry_run"], "of the adapter alone"),
+        (["--lora", "2", *BF16, "--dry_run"], "those of an adapter stay in fp32"),
     ],
 )
 def test_flags_that_do_not_go_together(more, mentions):
     with pytest.raises(InputError, match=mentions):
         settings_of(*more)
+
+
+def test_adapters_take_every_optimizer(data, tmp_path):
+    """What they train is in its groups and nothing else; they go on exactly."""
+    train(data, tmp_path / "base", "--max_steps", 1, "--val_steps", 0)
+    for name, more in (("muon", ()), ("adafactor", ()), ("prodigy", ("--without", "lr"))):
+        more = ("--optimizer", name, *more, "--max_steps", 5, "--val_steps", 0, "--lora", 2)
+        whole, cut = tmp_path / f"{name}_whole", tmp_path / f"{name}_cut"
+        train(data, whole, *more, "--init_from", tmp_path / "base")
+        shutil.copytree(whole, cut)
+        train(data, cut, *more, "--resume", cut / "checkpoints" / "step_00000003")
+        assert differences(whole, cut) == []
+        state = contents(micro.checkpoints(whole)[-1])[1]
+        adapters = contents(micro.checkpoints(whole)[-1])[0]
+        trained = [k for k in adapters if k.startswith("lora.safetensors") and not k.endswith("alpha")]
+        assert sum(len(group["params"]) for group in state["groups"]) == len(trained) > 10
 
 
 def test_another_optimizer_is_refused_on_resume(data, tmp_path):

@@ -86,11 +86,11 @@ def test_check_tells_a_bad_measure(monkeypatch):
     assert good and set(results) == {"drawn", "soft", "shuffled", "noise"}
     assert 0.1 < results["shuffled"]["shape"] < 0.45 and results["shuffled"]["all"] < 0.05
     # a measure that agrees with every prompt is right on drawn pictures and not at chance on the others
-    monkeypatch.setattr(evaluate, "classify", lambda image: dict.fromkeys(evaluate.ATTRIBUTES, Agreeable()))
+    monkeypatch.setattr(evaluate, "classify", lambda image, shapes: dict.fromkeys(evaluate.ATTRIBUTES, Agreeable()))
     results, good = evaluate.check(20)
     assert results["drawn"]["all"] == 1 and not good
     # one that knows nothing is at chance, but not right on drawn pictures
-    monkeypatch.setattr(evaluate, "classify", lambda image: dict.fromkeys(evaluate.ATTRIBUTES))
+    monkeypatch.setattr(evaluate, "classify", lambda image, shapes: dict.fromkeys(evaluate.ATTRIBUTES))
     assert not evaluate.check(20)[1]
 
 
@@ -138,3 +138,24 @@ def test_command_line(tmp_path):
     (images / "00029.png").unlink()
     command("--images", images, "--prompts", prompts, status=2)
     command("--images", images, "--prompts", tmp_path / "none.jsonl", status=2)
+
+
+def test_any_colour_is_never_a_held_out_pair():
+    """named_share: that share has named colours and the pictures of a run without; the others a colour that stands
+    out, that no caption names, and that is nearest to none of which the shape is held out."""
+    rows = [sd.shapes.row(0, i, 64, 0.4) for i in range(600)]
+    named = [truth["colour"] is not None for _, _, truth in rows]
+    assert 0.35 < np.mean(named) < 0.45
+    assert all(sd.shapes.row(0, i, 64, 1.0)[2]["colour"] for i in range(50))
+    clear, colours = 0, set()
+    for (picture, caption, truth), has_name in zip(rows, named):
+        assert caption
+        if has_name or truth["flaw"]:
+            continue
+        assert not any(colour in caption for colour in sd.shapes.COLOURS)
+        found = evaluate.classify(picture)
+        clear += found["shape"] == truth["shape"] and found["position"] == truth["position"]
+        assert (truth["shape"], found["colour"]) not in sd.shapes.HELD_OUT
+        colours.add(tuple(np.unique(picture.reshape(-1, 3), axis=0, return_counts=True)[0][0]))
+    assert clear >= 0.97 * sum(not n and not t["flaw"] for n, (_, _, t) in zip(named, rows))
+    assert len(colours) > 50
