@@ -71,7 +71,7 @@ class Update:
                 self.fused = kind(optimizer, averages, copied, accumulates, self.shared)
             else:
                 copy_weights(self.parameters, copied, accumulates, self.shared)
-                self.copied = [p for p in copied if p.dtype == torch.float32]
+                self.copied = [p for p in self.parameters if p.copy_bf16 is not None and p.dtype == torch.float32]
 
     def __call__(self, lr: float, limit: float, decay: float) -> torch.Tensor:
         """Update weights and averages; returns the norm of the gradients before clipping. If that is not finite,
