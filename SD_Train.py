@@ -47,9 +47,9 @@ from sd.lora import TARGETS, check_flags
 from sd.networks import read_overrides, unet_config
 from sd.objective import BINS, describe_weights, validate
 from sd.online import check_settings, load_pictures, name_vae
-from sd.optim import clip_limit, ema_decay
+from sd.optim import OPTIMIZERS, check_optimizer, clip_limit, ema_decay
 from sd.painting import sample_grid, sample_prompts
-from sd.plan import Course, Plan, choose_grad_checkpoint, dry_run, make_plan, mean_flops, passes, rank_positions
+from sd.plan import Course, Plan, choose_grad_checkpoint, dry_run, fit, make_plan, mean_flops, passes, rank_positions
 from sd.run_folder import RunFolder
 from sd.setup import (
     Data,
@@ -125,6 +125,7 @@ DEFAULTS = dict(
     dtype=None, channels_last=None, save_steps=1000, keep_last=3, keep_every=0,
     val_steps=500, val_images=256, sample_steps=1000, sample_prompts=None, sample_cfg=7.5, log_steps=10,
     max_skipped=10, wandb="auto",
+    optimizer="adamw", weights_dtype="fp32", no_ema=False,
     lora=None, lora_alpha=None, lora_conv=None, lora_targets="transformer",
     pictures=None, captions=None, caption=None, caption_encoding=None, regularise=None, index=None, strict=False,
     where=None, balance=None, val_fraction=None, window=0, images=None,
@@ -276,6 +277,16 @@ def parse_args(argv=None) -> argparse.Namespace:
                    help="let NCCL share gradients even if GPUs reach each other; all update all weights")  # fmt: skip
     g.add_argument("--channels_last", help="memory format NHWC (default: on CUDA)", **on)
     g.add_argument("--contiguous", dest="channels_last", action="store_false", default=None, help="NCHW instead")
+
+    g = p.add_argument_group("optimizer and its memory")
+    g.add_argument("--optimizer", choices=OPTIMIZERS, help="lion wants a third of AdamW's lr or less; for prodigy the "
+                   "default of --lr is 1, for schedulefree that of --lr_schedule is constant")  # fmt: skip
+    g.add_argument("--weights_dtype", choices=["fp32", "bf16"], help="of convolutions and products as they are kept; "
+                   "bf16 ones are rounded at random after each step")  # fmt: skip
+    g.add_argument("--no_ema", help="no average of the weights: the live ones are saved and painted with", **on)
+    g.add_argument("--fit", type=float, metavar="GIB", help="make training fit into so many GiB, where no flag says "
+                   "otherwise: --no_ema, --grad_checkpoint, --optimizer adamw8bit, --weights_dtype bf16, and smaller "
+                   "micro-batches, in that order and no more than needed (default: none of these)")  # fmt: skip
 
     g = p.add_argument_group("the run")
     g.add_argument("--out", help="run folder (default: runs/<phase>)")
@@ -476,6 +487,7 @@ def main(argv=None):
     checkpoint = find_checkpoint(out, args.resume, say) if args.resume else None
     saved = json.loads((checkpoint / "state.json").read_text()) if checkpoint else None
     settings = for_device(resolve(args, saved and saved["settings"]), device)
+    check_optimizer(args, settings, begins=saved is None)
     check_agreement(agreed_flags(args, settings, saved), device, world)
     schedule = NoiseSchedule(
         settings["betas"], prediction=settings["prediction"], zero_terminal_snr=settings["zero_terminal_snr"]
@@ -486,6 +498,7 @@ def main(argv=None):
     unet = fresh_unet(args, settings, device)
     if args.benchmark and args.data_root is args.dataset is args.data is args.pictures is None:
         denoiser = make_denoiser(unet, None, settings)
+        fit(args, settings, denoiser, None, device, True, say)
         unet.set_grad_checkpoint(choose_grad_checkpoint(settings, denoiser, None, device, say))
         return train_benchmark(args.benchmark, settings, denoiser, schedule, place, args.trace)
     if settings["pictures"]:
@@ -493,6 +506,7 @@ def main(argv=None):
     text_encoder = load_text_encoder(settings, checkpoint, args.init_from)
     text_encoder.requires_grad_(settings["train_text_encoder"])
     denoiser = make_denoiser(unet, text_encoder, settings)
+    fit(args, settings, denoiser, text_encoder, device, saved is None, say)
     if settings["pictures"]:
         data = load_pictures(settings, text_encoder, place, say)
     else:
@@ -599,7 +613,7 @@ def main(argv=None):
             if validating or painting or saving or step == plan.first + 1:  # where whatever it lacks is seen at once
                 update.complete()
             if validating:
-                for weights, module in (("live", denoiser), ("ema", ema)):
+                for weights, module in (("live", denoiser), ("ema", ema))[: 1 if ema is denoiser else 2]:
                     for split, part in fixed.items():
                         result = validate(module, settings, part, text_of, schedule, place)
                         if folder:
