@@ -296,7 +296,7 @@ def all_in_forks(jobs: dict, workers: int, root: Path) -> set[str]:
 
 def accused(path: Path, verdict: str | None = None) -> dict[str, str]:
     """Rules of a report that accuse (with this verdict), and their evidence."""
-    rows = json.loads(path.read_text())["findings"]
+    rows = json.loads(path.read_text())
     wanted = [verdict] if verdict else ["broken", "look here"]
     return {r["rule"]: r["evidence"] for r in rows if r["verdict"] in wanted}
 
