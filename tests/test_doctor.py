@@ -7,6 +7,7 @@ tests/doctor/run.py breaks whole runs on purpose; here each rule meets the fault
 import hashlib
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -598,6 +599,23 @@ def test_clamping_is_seen_in_a_folder_of_the_diffusers_library(tmp_path):
                            ({"thresholding": True}, BROKEN)):  # fmt: skip
         path.write_text(json.dumps(values))
         assert verdict_of(network.schedule(case), "clamp") == wanted
+
+
+def test_damaged_checkpoints_are_named(world, tmp_path):
+    """Of a run whose only one is damaged, and of a run that has a whole one before it."""
+    run = tmp_path / "run"
+    shutil.copytree(world / "watched", run)
+    newest = micro.checkpoints(run)[-1]
+    file = newest / "unet_ema.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 255
+    file.write_bytes(content)
+    report = doctor(run, tmp_path)
+    assert report["whole"]["verdict"] == BROKEN and "unet_ema.safetensors" in report["whole"]["evidence"]
+    assert report["model"]["verdict"] == NOT_JUDGED and report["latent scale"]["verdict"] == WELL
+    shutil.copytree(micro.checkpoints(world / "watched")[-1], run / "checkpoints" / "step_00000012")
+    report = doctor(run, tmp_path)
+    assert report["whole"]["verdict"] == BROKEN and report["weights finite"]["verdict"] == WELL
 
 
 @pytest.mark.parametrize(

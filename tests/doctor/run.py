@@ -198,7 +198,9 @@ def clamping(run: Path) -> Path:
     """A folder of the diffusers library, whose scheduler says that latents are clamped. Its network is a random one."""
     tokenizer = SD_Model.TextEncoder.from_pretrained(str(run.parent.parent / "text_encoder")).tokenizer
     out = run.with_name(f"{run.name}_diffusers")
-    make_pipeline(tokenizer, scheduler={"clip_sample": True}).save_pretrained(out)
+    make_pipeline(tokenizer).save_pretrained(out)
+    path = out / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"clip_sample": True}))
     return out
 
 
