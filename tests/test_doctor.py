@@ -27,7 +27,7 @@ from sd.checkpoints import Progress
 from sd.data import Batch
 from sd.diagnosis import course, data, network, painted, probing
 from sd.diagnosis.case import Case
-from sd.diagnosis.findings import BROKEN, LOOK, NOT_JUDGED, WELL, as_page, in_lines
+from sd.diagnosis.findings import BROKEN, HEALTHY_RUNS, LOOK, NOT_JUDGED, WELL, as_page, in_lines
 from sd.diagnosis.statistics import alternation, association, coverage, debiased, nearest, slope, standard_errors
 from sd.objective import Denoiser
 from sd.optim import clip_limit
@@ -326,6 +326,10 @@ def test_rules_on_latents():
     assert data.duplicates(latents).verdict == WELL
     twice = np.concatenate([latents, latents[:300]])
     assert data.duplicates(twice).verdict == BROKEN and data.duplicates(twice).numbers["value"] == pytest.approx(1 / 3)
+    assert data.alike(latents).verdict == data.alike(twice).verdict == WELL  # those are told by the other rule
+    rng = np.random.default_rng(0)
+    copies = latents[:1] + 0.02 * rng.standard_normal((580, 4, 8, 8)).astype(np.float32)
+    assert data.alike(np.concatenate([latents[:20], copies])).verdict == BROKEN
     assert data.leak(latents[100:], latents[:100], False).verdict == WELL
     assert data.leak(latents[50:], latents[:100], False).verdict == BROKEN
 
@@ -564,7 +568,7 @@ def test_the_doctor_changes_nothing_and_judges_a_run(world, tmp_path, capsys):
     assert report["tokenizer"]["verdict"] == report["latent scale"]["verdict"] == report["whole"]["verdict"] == WELL
     assert report["text"]["verdict"] == BROKEN  # captions of noise tell nothing
     text, page = capsys.readouterr().out, (tmp_path / "page.html").read_text()
-    for word in ("data: ", "checkpoint: well", "what to do: ", "accused 0 of 30 healthy runs"):
+    for word in ("data: ", "checkpoint: well", "what to do: ", f"accused 0 of {HEALTHY_RUNS} healthy runs"):
         assert word in text, word
     assert page.startswith("<!DOCTYPE html>") and "http://" not in page
 
