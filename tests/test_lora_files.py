@@ -499,6 +499,40 @@ def test_what_does_not_fit_is_refused(base, tmp_path, kind):
     assert "\n" not in str(e.value)
 
 
+def test_tensors_of_any_shape_fit_or_are_refused_in_a_sentence(base, model, tmp_path):
+    """Each tensor of each kind in other shapes: no error of torch's gets out, and what is read can be added."""
+    name = "unet.input_blocks.1.0.in_layers.2"  # [32, 32, 3, 3]
+    kinds = [
+        {"lora_down.weight": rand(4, 32, 3, 3), "lora_up.weight": rand(32, 4, 1, 1), "dora_scale": rand(32, 1, 1, 1)},
+        {"lora_down.weight": rand(4, 32, 1, 1), "lora_up.weight": rand(32, 4, 1, 1),
+         "lora_mid.weight": rand(4, 4, 3, 3)},
+        {"hada_w1_a": rand(32, 4), "hada_w1_b": rand(4, 288), "hada_w2_a": rand(32, 4), "hada_w2_b": rand(4, 288)},
+        {"lokr_w1": rand(4, 4), "lokr_w2_a": rand(8, 2), "lokr_w2_b": rand(2, 72)},
+        {"lokr_w1_a": rand(4, 2), "lokr_w1_b": rand(2, 4), "lokr_w2_a": rand(2, 8), "lokr_w2_b": rand(2, 8),
+         "lokr_t2": rand(2, 2, 3, 3)},
+    ]  # fmt: skip
+    weight, read = weights_of(model)[name], 0
+    for tensors in kinds:
+        for key, tensor in [("", torch.zeros(0)), *tensors.items()]:
+            shapes = (
+                [(), (1,), (0, 5), (3, 7), tensor.shape[::-1], (*tensor.shape, 1), (0, *tensor.shape[1:])]
+                if key
+                else [()]
+            )
+            for shape in shapes:
+                spoiled = tensors | ({key: rand(*shape)} if key else {})
+                save_file({f"{kohya_name(base, name)}.{k}": t for k, t in spoiled.items()}, tmp_path / "a.safetensors")
+                try:
+                    lora = read_lora(str(tmp_path / "a.safetensors"), base)
+                except InputError as e:
+                    assert key and "\n" not in str(e)
+                    continue
+                read += 1
+                assert delta(lora.changes[name], weight).shape == weight.shape
+                assert delta(lora.changes[name], weight).isfinite().all()
+    assert read >= len(kinds)
+
+
 @pytest.mark.parametrize("metadata, words", [
     ({"ss_base_model_version": "sdxl_base_v1-0"}, "SDXL"), ({"ss_v2": "True"}, "SD 2.x"),
     ({"modelspec.architecture": "stable-diffusion-xl-v1-base/lora"}, "SDXL"),
