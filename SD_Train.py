@@ -224,8 +224,8 @@ def parse_args(argv=None) -> argparse.Namespace:
                    "pipe:COMMAND (default: none)")  # fmt: skip
     g.add_argument("--cache_gib", type=float, metavar="GIB", help="that these may take")
     g.add_argument("--strict", help="refuse tars that are cut or missing, and pictures that cannot be used", **on)
-    g.add_argument("--workers", type=int, help="threads that decode, and processes that index (default: a core each, "
-                   "up to 16)")  # fmt: skip
+    g.add_argument("--workers", type=int, help="of each process: threads that decode, and processes that index "
+                   "(default: as many as cores, up to 16)")  # fmt: skip
     g.add_argument("--picture_memory", type=float, metavar="GIB", help="of latents, or decoded pictures, kept by each "
                    "process")  # fmt: skip
 
