@@ -25,10 +25,13 @@ NO_MODEL = error: demo/drawings, with which make paint paints, is not in this co
 
 ARGS ?=
 
-.PHONY: demo paint showcase test test_slow faults lint clean_demo help
+.PHONY: demo finetune paint showcase test test_slow test_slurm faults lint clean_demo help
 
 demo: $(VENV)/installed  ## draw pictures, train on them, paint, and check the result: 8 minutes on two CPU cores
 	$(PY) demo/run.py
+
+finetune: $(VENV)/installed  ## after make demo: teach its model a new shape from 24 pictures by LoRA, and check the result
+	$(PY) demo/finetune.py
 
 paint: $(VENV)/installed  ## paint with the small model that comes along: make paint PROMPT="a red apple, 3d render"
 	@test -e "$$MODEL" || test "$$MODEL" != demo/drawings || { echo "$(NO_MODEL)" >&2; exit 2; }
@@ -46,6 +49,9 @@ test_slow: $(VENV)/installed_dev  ## run the tests that take minutes or gigabyte
 
 faults: $(VENV)/installed_dev  ## attack real trainings and count what they survive (docs/FAULTS.md)
 	$(PY) tests/faults/run.py
+
+test_slurm: $(VENV)/installed_dev  ## train through slurm/*.sbatch on a Slurm of its own: 3 minutes, needs root
+	$(PY) tests/slurm/run.py
 
 lint: $(VENV)/installed_dev  ## check style alone
 	$(PY) -m ruff check . && $(PY) -m ruff format --check .

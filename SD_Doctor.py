@@ -1,8 +1,8 @@
 """Says why a training fails: looks at a run, a checkpoint or any SD 1.x model, and changes nothing.
 
-    python SD_Doctor.py runs/1_broad                                       # what logs, data and weights tell, in seconds
-    python SD_Doctor.py runs/1_broad --deep --out doctor.html              # also runs the network, and paints
-    python SD_Doctor.py model.safetensors --json verdicts.json             # a model alone, from elsewhere
+    python SD_Doctor.py runs/1_broad                                 # what logs, data and weights tell, in seconds
+    python SD_Doctor.py runs/1_broad --deep --out doctor.html        # also runs the network, and paints
+    python SD_Doctor.py model.safetensors --json verdicts.json       # a model alone, from elsewhere
     python SD_Doctor.py model.safetensors --deep --dataset data/x/dataset --latents data/x/latents
 
 Each verdict is 'well', 'look here' or 'broken', with what was measured, how often the rule accuses healthy runs
@@ -32,7 +32,8 @@ def parse_args(argv=None):
     p = parser(__doc__)
     g = p.add_argument_group("what to look at")
     g.add_argument("SOURCE", help="run folder, checkpoint, or any SD 1.x file or folder")
-    g.add_argument("--deep", action="store_true", help="run the network too, and paint: seconds for a small one, minutes "
+    g.add_argument("--deep", action="store_true", help="run the network too, and paint: seconds for a small one, "
+                   "minutes "
                    "on a GPU for the full one")  # fmt: skip
     g.add_argument("--data_root", help="where the sources lie (default: where the run found them)")
     g.add_argument("--data", help="sources below it (default: the run's)")

@@ -15,10 +15,12 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
+from sd.adam8bit import AdamW8bit
 from sd.errors import InputError, reading
 from sd.files import digests, fsync, read_json
 from sd.log import Window
 from sd.lora import from_tensors, load_adapters
+from sd.optimizers import OTHER_SHAPES
 from sd.weights.parts import save_vae
 from sd.weights.read import checkpoint_folders, checkpoint_problem, checkpoint_step
 from sd.weights.tensors import save_tensors
@@ -30,11 +32,13 @@ MAX_STEPS = 99_999_999  # as many as eight digits of a checkpoint's name can tel
 
 STATE = {"settings", "global_batch", "data", "step", "ema_updates", "skipped", "mean_norm", "seen", "lineage", "window"}
 
+AVERAGE = "unet_ema.safetensors"  # which runs with --no_ema do not have
+
 ADAPTERS = {"lora.safetensors", "lora_ema.safetensors"}  # instead of weights, where adapters are trained
 
 RECENT = 100  # steps whose gradient norms --adaptive_clip goes by
 
-NEEDED = {"unet.safetensors", "unet_ema.safetensors", "optimizer.pt", "model.json", "state.json"}  # to go on from one
+NEEDED = {"unet.safetensors", AVERAGE, "optimizer.pt", "model.json", "state.json"}  # to go on from one
 
 
 def resume_problem(folder: Path, needed: set[str] = NEEDED, state: set[str] = STATE) -> str | None:
@@ -43,9 +47,10 @@ def resume_problem(folder: Path, needed: set[str] = NEEDED, state: set[str] = ST
         return fault
     files = set(read_json(folder / "manifest.json"))
     if files & ADAPTERS and needed is NEEDED:
-        needed = NEEDED - {"unet.safetensors", "unet_ema.safetensors"} | ADAPTERS
-    if missing := needed - files:
-        return f"its manifest lacks {sorted(missing)[0]}"
+        needed = NEEDED - {"unet.safetensors", AVERAGE} | ADAPTERS
+    lacking = needed - files
+    if lacking and lacking != {AVERAGE}:
+        return f"its manifest lacks {sorted(lacking)[0]}"
     try:
         saved, named = json.loads((folder / "state.json").read_text()), checkpoint_step(folder)
     except ValueError:
@@ -57,6 +62,8 @@ def resume_problem(folder: Path, needed: set[str] = NEEDED, state: set[str] = ST
     kinds = {"settings": dict, "config": dict, "data": dict, "inputs": dict, "lineage": list, "step": int, "seen": int}
     if odd := [name for name, kind in kinds.items() if name in saved and type(saved[name]) is not kind]:
         return f"its state.json has another kind of value for {odd[0]}"
+    if lacking and not saved["settings"].get("no_ema"):
+        return f"its manifest lacks {AVERAGE}"
     if named not in (None, saved["step"]):
         return f"its state.json is of step {saved['step']:,}: a copy under another name"
     return None
@@ -232,11 +239,12 @@ def write_checkpoint(folder: Path, snapshot: dict):
 
 
 def load_weights(checkpoint: Path, live, ema):
-    """Live and EMA weights of a checkpoint into two Denoisers, strictly; of adapters if they have such."""
+    """Live and EMA weights of a checkpoint into two Denoisers, strictly; into one, if both are the same. Of adapters if
+    they have such."""
     config = config_from_dict(UNetConfig, read_json(checkpoint / "model.json")["unet"])
     if config != live.unet.config:
         raise InputError(f"{checkpoint} holds a UNet of {config}, and the preset is now {live.unet.config}")
-    for net, suffix in ((live, ""), (ema, "_ema")):
+    for net, suffix in ((live, ""), (ema, "_ema"))[: 1 if ema is live else 2]:
         if net.adapters is not None:
             file = checkpoint / f"lora{suffix}.safetensors"
             with reading(file, OLDER):
@@ -251,13 +259,22 @@ def load_weights(checkpoint: Path, live, ema):
 
 
 def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer):
-    """AdamW's state of a checkpoint. Nothing but tensors and plain values is unpickled."""
+    """The optimizer's state of a checkpoint. Nothing but tensors and plain values is unpickled."""
     file = checkpoint / "optimizer.pt"
     with reading(file, OLDER):
-        optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
-        for p, state in optimizer.state.items():  # fused steps want moments that lie in memory as their weights do
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.empty_like(p, requires_grad=False).copy_(state[name])
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        optimizer.load_state_dict(saved)
+        numbers = [n for group in saved["param_groups"] for n in group["params"]]
+        for n, p in zip(numbers, [p for group in optimizer.param_groups for p in group["params"]]):
+            # torch has cast all to the weight's dtype. Fused steps want moments that lie in memory as their weights do.
+            for name, value in saved["state"].get(n, {}).items():
+                if name in OTHER_SHAPES:
+                    optimizer.state[p][name] = value.to(p.device, copy=True)
+                elif name != "step":
+                    kept = torch.empty_like(p, dtype=value.dtype, requires_grad=False)
+                    optimizer.state[p][name] = kept.copy_(value)
+        if isinstance(optimizer, AdamW8bit):
+            optimizer.arrange()
 
 
 @dataclass

@@ -28,7 +28,6 @@ from sd.page import (
     folded,
     heat,
     section,
-    short,
     slider,
     subsection,
     table,
@@ -236,15 +235,20 @@ def draw_curves(runs: Mapping[str, Run]) -> Html:
             chart["held_out"].add(words, points(part, lambda r, b=b: r["bins"][b], x), colour, i, of)
             raw = [p for p in get(lambda r, b=b: r["bins"][b]) if p[1] is not None]
             chart["train_bins"].add(words, means(raw)[0] or raw, colour, i, of)
-        chart["lr"].add("learning rate", get(lambda r: r["lr"]), 0, i, of)
-        chart["norm"].add("gradient norm", get(lambda r: r["grad_norm"]), 0, i, of)
-        chart["speed"].add("images/s", get(lambda r: r["images_per_s"]), 0, i, of)
-        chart["wait"].add("% of the time", get(lambda r: 100 * r["data_wait"]), 0, i, of)
-        chart["mfu"].add("% of the peak", get(lambda r: 100 * r["mfu"]), 0, i, of)
-        if any(r.get("skipped") for r in run.log):
-            chart["skipped"].add("steps", get(lambda r: r["skipped"]), 4, i, of)
+        for name, words, value in (
+            ("lr", "learning rate", lambda r: r["lr"]),
+            ("norm", "gradient norm", lambda r: r["grad_norm"]),
+            ("speed", "images/s", lambda r: r["images_per_s"]),
+            ("wait", "% of the time", lambda r: 100 * r["data_wait"]),
+            ("mfu", "% of the peak", lambda r: 100 * r["mfu"]),
+            ("skipped", "steps", lambda r: r["skipped"] or None),
+        ):
+            found = get(value)
+            line = means(found)[0] if several and name in ("norm", "speed", "wait", "mfu") else []
+            chart[name].add(words, found, i, i, of, faint=bool(line))
+            chart[name].add(f"{words}, mean of a window", line, i, i, of)
         for name in dict.fromkeys(k for row in run.log for k in row if k not in KNOWN):
-            more.setdefault(name, _Chart()).add(name, get(lambda r, name=name: r[name]), 0, i, of)
+            more.setdefault(name, _Chart()).add(name, get(lambda r, name=name: r[name]), i, i, of)
         add_evaluations(more, run, x, i, of)
         words = f"{title}: resumed" if several else "resumed"
         marks += [(s["step"] * scale, words) for s in sessions_of(run) if number(s.get("step")) and s["step"] > 0]
@@ -261,7 +265,10 @@ def draw_curves(runs: Mapping[str, Run]) -> Html:
     }
     drawn = [chart[name].draw(x_name, title, log, marks) for name, (title, log) in titles.items()]
     drawn += [c.draw(x_name, name, False, marks) for name, c in more.items()]
-    return beside(*drawn) if any(drawn) else Html("<p>The log has no lines yet.</p>")
+    if not any(drawn):
+        return Html("<p>The log has no lines yet.</p>")
+    note = Html("<p>Dotted: where the run was resumed.</p>") if marks else ""
+    return Html(f"{note}{beside(*drawn)}")
 
 
 def add_evaluations(more: dict[str, _Chart], run: Run, x: Callable, i: int, of: str):
@@ -306,14 +313,14 @@ def key_numbers(run: Run) -> dict[str, object]:
     losses = [(row["loss"], row["step"]) for row in held_out if number(row.get("loss")) is not None]
     speeds = [row["images_per_s"] for row in run.log[-50:] if number(row.get("images_per_s"))]
     speed = float(np.median(speeds)) if speeds else None
-    numbers: dict[str, object] = {"step": f"{run.step:,}" + (f" of {total:,}" if total else "")}
+    numbers: dict[str, object] = {"step": run.step, "steps planned": total}
     numbers["images seen"] = round(run.step * run.images_a_step)
     numbers["epochs"] = last(run.log, "epoch")
     recent = [row["loss"] for row in run.log[-50:] if number(row.get("loss")) is not None]
-    numbers["training loss, mean of the last lines"] = float(np.mean(recent)) if recent else None
+    numbers["training loss, lately"] = float(np.mean(recent)) if recent else None
     numbers["held-out loss, newest"] = losses[-1][0] if losses else None
     if losses:
-        numbers["lowest held-out loss"] = f"{short(min(losses)[0])} at step {min(losses)[1]:,}"
+        numbers["lowest held-out loss"], numbers["its step"] = min(losses)
     numbers["images/s"] = speed
     if total and speed and run.step < total:
         numbers["left at this speed"] = duration((total - run.step) * run.images_a_step / speed)

@@ -17,12 +17,13 @@ from sd.kernels import available
 from sd.lora import average_of, describe, inject, settle_base
 from sd.networks import unet_config
 from sd.objective import Denoiser, in_autocast
-from sd.optim import make_optimizer
+from sd.optim import describe_optimizer, make_optimizer
 from sd.text import load_tokenizer, tokenizer_hash
 from sd.weights.read import (
     Model,
     base_differs,
-    check_base_there,
+    base_gone,
+    is_gone,
     load_vae,
     named_text_encoder,
     newest_checkpoint,
@@ -218,19 +219,24 @@ def open_base(args, denoiser: Denoiser, settings: dict, vae_hash: str, checkpoin
     """The weights that adapters stand beside, into a Denoiser: those of --init_from, or those that the checkpoint
     names, which must be the same. Returns what model.json says of them (path, hash of the UNet, 'live' or 'ema'), and
     the lineage that a new run continues."""
-    before = read_json(checkpoint / "model.json")["base"] if checkpoint else None
-    path = str(args.init_from or before["path"])
-    if before:
-        check_base_there(checkpoint, path)
-    elif (Path(path) / "checkpoints").is_dir():  # of which another may be the newest tomorrow
-        path = str(newest_checkpoint(Path(path)))
-    weights = before["weights"] if before else "live" if args.init_weights == "live" else "ema"
-    source = open_weights(path, weights, denoiser, settings["prediction"], vae_hash)
-    found = {"path": absolute(path), "weights": weights, "hash": weights_hash(denoiser.unet)}
-    if before and before["hash"] != found["hash"]:
-        raise InputError(base_differs(checkpoint, path))
+    if checkpoint is None:
+        weights, before = "live" if args.init_weights == "live" else "ema", None
+        folder = Path(args.init_from)  # of a run, another checkpoint may be the newest tomorrow
+        paths = [newest_checkpoint(folder) if (folder / "checkpoints").is_dir() else args.init_from]
+    else:
+        before = read_json(checkpoint / "model.json")["base"]
+        weights, paths = before["weights"], [p for p in (before["path"], args.init_from) if p and not is_gone(p)]
+        if not paths:
+            raise InputError(base_gone(checkpoint, before["path"]))
+    for path in paths:
+        source = open_weights(path, weights, denoiser, settings["prediction"], vae_hash)
+        found = {"path": absolute(str(path)), "weights": weights, "hash": weights_hash(denoiser.unet)}
+        if before is None or found["hash"] == before["hash"]:
+            break
+    else:
+        raise InputError(base_differs(checkpoint, paths[0]))
     say(source.found)
-    lineage = source.lineage.get("lineage") or [{"phase": "import", "path": str(path)}]
+    lineage = source.lineage.get("lineage") or [{"phase": "import", "path": found["path"]}]
     lineage[-1]["hash"] = found["hash"]
     return found, lineage
 
@@ -238,7 +244,7 @@ def open_base(args, denoiser: Denoiser, settings: dict, vae_hash: str, checkpoin
 def init_weights(args, denoiser: Denoiser, ema: Denoiser, prediction: str, vae_hash: str, say) -> list[dict]:
     """Weights of --init_from into live and EMA; returns the lineage that the new run continues."""
     wanted = {"same": ("live", "ema"), "ema": ("ema", "ema"), "live": ("live", "live")}[args.init_weights]
-    for net, weights in zip((denoiser, ema), wanted):
+    for net, weights in list(zip((denoiser, ema), wanted))[: 1 if ema is denoiser else 2]:
         source = open_weights(args.init_from, weights, net, prediction, vae_hash)
     say(source.found)
     lineage = source.lineage.get("lineage") or [{"phase": "import", "path": str(args.init_from)}]
@@ -248,7 +254,8 @@ def init_weights(args, denoiser: Denoiser, ema: Denoiser, prediction: str, vae_h
 
 @dataclass
 class Trained:
-    """What training changes: live weights, their average, the optimizer's state, and where it stands."""
+    """What training changes: live weights, their average (with --no_ema the live weights themselves), the optimizer's
+    state, and where it stands."""
 
     denoiser: Denoiser
     ema: Denoiser
@@ -278,7 +285,7 @@ def open_trained(args, settings: dict, denoiser: Denoiser, data: Data, checkpoin
         base, lineage = open_base(args, denoiser, settings, data.vae["hash"], checkpoint, say)
         say(describe(denoiser, settings))
         settle_base(denoiser, settings)
-    ema = average_of(denoiser)
+    ema = denoiser if settings["no_ema"] else average_of(denoiser)
     if checkpoint:
         load_weights(checkpoint, denoiser, ema)
         progress = Progress.resumed(saved, place.rank)
@@ -288,11 +295,12 @@ def open_trained(args, settings: dict, denoiser: Denoiser, data: Data, checkpoin
             progress.lineage = init_weights(args, denoiser, ema, settings["prediction"], data.vae["hash"], say)
         progress.lineage.append({"phase": settings["phase"], "data": data.hashes, "images": 0,
                                  "revision": git_revision(), "torch": torch.__version__})  # fmt: skip
-    denoiser.to(place.device, memory_format=memory).train()
     ema.to(place.device, memory_format=memory)
+    denoiser.to(place.device, memory_format=memory).train()
     optimizer = make_optimizer(denoiser, settings)
     if checkpoint:
         load_optimizer(checkpoint, optimizer)
+    say(describe_optimizer(optimizer, denoiser, settings))
     return Trained(denoiser, ema, optimizer, progress, base)
 
 

@@ -61,6 +61,8 @@ class Case:
         def read():
             if "data_root" not in self.settings:
                 raise InputError("no data set is known: name one with --dataset and --latents")
+            if self.settings.get("pictures") and self.settings.get("dataset") is None:
+                raise InputError(f"the run encoded its pictures ({self.settings['pictures']}) while it trained")
             sources = parse_sources(self.settings)
             stores = [LatentStore(s.latents, False) for s in sources]
             train = Split(sources, stores, "train", self.settings.get("latent_fraction", 1.0))

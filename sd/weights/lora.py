@@ -1,4 +1,4 @@
-"""LoRAs in files of any program: read, matched to the modules of a model, and added to its weights.
+"""LoRAs in files of any program: read, matched to the modules of a model, and what they add to a weight.
 
 Read are kohya's names (LoRA, LoCon, and LyCORIS' LoHa and LoKr), those of the diffusers library, PEFT's folders, and
 this project's own checkpoints. Each becomes a dict of Change by module, and `delta` says what one adds to its weight.

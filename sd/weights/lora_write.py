@@ -13,6 +13,7 @@ import torch
 
 from sd.errors import InputError
 from sd.files import atomic_path, digests, new_folder, read_json
+from sd.lora import Adapter, to_tensors
 from sd.weights.lora import NAMES, OWN, Base, Change, Lora, base_of, kind_of, lora_files, plain
 from sd.weights.parts import own_text
 from sd.weights.read import Model
@@ -221,11 +222,8 @@ def save_diffusers_lora(out: Path, lora: Lora, base: Base, dtype: torch.dtype) -
 
 def save_native_lora(out: Path, lora: Lora, base: Base) -> list[str]:
     """Write a folder of this project's names, fp32; other programs' metadata are kept. Returns remarks."""
-    tensors = {}
-    for name, change in lora.changes.items():
-        change = in_shape(change, name, base)
-        tensors |= {f"{name}.{part}": t for part, t in change.tensors.items()}
-        tensors[f"{name}.alpha"] = torch.tensor(change.alpha)
+    shaped = {name: in_shape(change, name, base) for name, change in lora.changes.items()}
+    tensors = to_tensors({name: Adapter(**change.tensors, alpha=change.alpha) for name, change in shaped.items()})
     with new_folder(out) as tmp:
         save_tensors(cast("LoRA", tensors, torch.float32), tmp / OWN[0], lora.metadata or None)
         values = {"format": "lora-1", "unet": asdict(base.unet_config)}
