@@ -98,8 +98,9 @@ class Trainings:
         for n, (namespace, address) in enumerate(zip(self.hosts.names, self.hosts.ADDRESSES)):
             argv = micro.flags(self.data, self.work / name, *RUN, *more, *(second if n else ()))
             command = ["ip", "netns", "exec", namespace, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
-                       f"--nproc_per_node={ranks}", "--rdzv_backend=c10d", f"--rdzv_endpoint={self.hosts.ADDRESSES[0]}:29400",
-                       f"--rdzv_id={name}{self.count}", f"--rdzv_conf=is_host={not n},read_timeout=5", f"--local_addr={address}",
+                       f"--nproc_per_node={ranks}", "--rdzv_backend=c10d", f"--rdzv_id={name}{self.count}",
+                       f"--rdzv_endpoint={self.hosts.ADDRESSES[0]}:29400", f"--rdzv_conf=is_host={not n}",
+                       f"--local_addr={address}",
                        ROOT / "tests/faults/micro.py", "--slow", slow, *argv]  # fmt: skip
             if n and data:
                 mount = f'mount --bind "{data}" "{self.data}" && exec "$@"'
@@ -216,8 +217,10 @@ def refusals(t: Trainings):
     values = bytearray(path.read_bytes())
     values[-1] ^= 64  # one bit
     path.write_bytes(values)
-    for name, second, data, word in (("other_data", (), other, "disagree on the latents;"),
-                                     ("other_settings", ("--lr", 2e-3), None, "disagree on flags, settings;")):  # fmt: skip
+    for name, second, data, word in (
+        ("other_data", (), other, "disagree on the latents;"),
+        ("other_settings", ("--lr", 2e-3), None, "disagree on flags, settings;"),
+    ):
         statuses = t.ends(t.begin(name, ranks=1, second=second, data=data))
         errors = t.errors(name)
         refused = len(errors) == 2 and all(word in e for e in errors) and not (t.work / name).exists()
