@@ -6,6 +6,7 @@
     python SD_ImageGen.py --model runs/final --prompts_file prompts.jsonl --batch 8 --grid 6 --out out
     python SD_ImageGen.py --model v1-5-pruned.safetensors --prompt "a lighthouse" --sampler dpmpp_2m_karras --steps 25
     python SD_ImageGen.py --model sd15_folder --prompt "the same in winter" --init_image house.jpg --strength 0.6
+    python SD_ImageGen.py --model runs/final --lora cat.safetensors:0.8 --lora runs/ink --prompt "a cat, ink drawing"
     python SD_ImageGen.py --model runs/final --from_png out/00003.png --steps 100 --out more
     torchrun --nproc_per_node=8 SD_ImageGen.py --model runs/final --prompts_file 30k.jsonl --tars --out painted
 
@@ -44,9 +45,20 @@ from sd.output import Output
 from sd.painting import decode_each, encode_pairs, fast, load_picture, make_sampler, sample_batches, sampler_options
 from sd.pictures import check_side
 from sd.pnginfo import read_settings
-from sd.prompts import LONG_PROMPTS, SEEDS, check_seed, check_text, foreign_syntax, parse_prompt, read_prompts
+from sd.prompts import (
+    LONG_PROMPTS,
+    SEEDS,
+    check_loras,
+    check_seed,
+    check_text,
+    foreign_syntax,
+    parse_prompt,
+    read_prompts,
+)
 from sd.samplers import SAMPLERS
 from sd.speed import sampling_benchmark
+from sd.weights.lora import is_lora, names_its_model
+from sd.weights.merge import with_loras
 from sd.weights.read import Model, load_text_encoder, load_vae, open_model
 from SD_Model import weights_hash
 
@@ -72,6 +84,7 @@ def read_rows(args) -> list[dict]:
             continue
         for side in ("prompt", "negative"):
             try:
+                check_loras(row[side])
                 parse_prompt(row[side])
             except InputError as e:
                 raise InputError(f"{row['where']}: {e}, or give --plain_prompt") from None
@@ -140,6 +153,8 @@ def parse_args(argv=None):
 
     g = p.add_argument_group("the model")
     g.add_argument("--weights", choices=["ema", "live"], help="the average of the weights, or the last ones")
+    g.add_argument("--lora", action="append", metavar="PATH[:WEIGHT]", help="add it to the model's weights; several "
+                   "times for several, which add up (default: none; weight 1)")  # fmt: skip
     g.add_argument("--vae", help="folder, file or hub name (default: the model's)")
     g.add_argument("--text_encoder", help="folder or hub name (default: the model's)")
     g.add_argument("--tokenizer", help="folder or hub name (default: the model's)")
@@ -166,6 +181,7 @@ def settle(args):
     if args.from_png is not None:
         given, notes = read_settings(args.from_png)
         name, sampler = given.pop("model_name", None), given.pop("unknown_sampler", None)
+        args.lora_hashes = given.pop("lora_hashes", []) if args.lora is None else []
         if sampler is not None and args.sampler is None:
             raise InputError(f"{args.from_png} wants the sampler {sampler!r}, which is not known here: give --sampler")
         if args.prompts_file is not None:
@@ -185,6 +201,8 @@ def settle(args):
             notes.append(f"it was painted with the model {name!r}, this one with {args.model}")
         for note in notes:
             print(f"note on {args.from_png}: {note}")
+    else:
+        args.lora_hashes = []
     if args.model is None:
         raise InputError("--model wants a checkpoint, a run folder, or any SD 1.x file or folder")
     for key, value in DEFAULTS.items():
@@ -211,12 +229,20 @@ def settle(args):
 
 
 def open_for(args) -> Model:
-    """The model that the flags name, with what they say about it."""
+    """The model that the flags name, with what they say about it. args.lora becomes what PNGs say of the LoRAs."""
+    if is_lora(args.model) and not names_its_model(args.model):
+        raise InputError(f"--model {args.model} is a LoRA: give the model that it is for, and this one as --lora")
     model = open_model(args.model, args.weights, args.prediction, args.zero_terminal_snr, args.tokenizer)
     if args.vae is not None:
         model.vae = lambda: load_vae(args.vae, args.weights)
     if args.text_encoder is not None:
         model.text_encoder = lambda: load_text_encoder(args.text_encoder, args.tokenizer, model.text_length)
+    if args.lora:
+        model, loras = with_loras(model, args.lora, args.weights)
+        for (lora, _), sha256 in zip(loras, args.lora_hashes):
+            if lora.sha256 != sha256:
+                print(f"note on {args.from_png}: {lora.path} is another file now, and the picture will be another")
+        args.lora = [{"path": lora.path, "name": lora.name, "weight": w, "sha256": lora.sha256} for lora, w in loras]
     print(model.found)
     return model
 
@@ -358,7 +384,7 @@ def settings_for_png(args, model, sampling: dict, size: tuple[int, int]) -> dict
         settings["ddim_timesteps"] = args.ddim_timesteps
     if args.init_image is not None:
         settings |= {"init_image": args.init_image, "strength": args.strength}
-    extra = ("vae", "text_encoder", "tokenizer", "prediction", "zero_terminal_snr", "cfg_rescale")
+    extra = ("lora", "vae", "text_encoder", "tokenizer", "prediction", "zero_terminal_snr", "cfg_rescale")
     return settings | {k: getattr(args, k) for k in extra if getattr(args, k)}
 
 

@@ -13,6 +13,7 @@ Papers: DDPM (Ho et al. 2020, arXiv:2006.11239), DDIM (Song et al. 2021, arXiv:2
 
 import hashlib
 import math
+import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -573,6 +574,10 @@ class TextEncoder(nn.Module):
             raise InputError(f"a tokenizer wants a model_max_length of at least 3, found {asked!r}")
         self.max_length = int(min(self.MAX_LENGTH, asked))
         self.masked = model.config.model_type not in ("clip", "clip_text_model")
+        takes = hasattr(
+            sys.modules[type(model).__module__], "create_bidirectional_mask"
+        )  # a mask of four axes as it is
+        self.whole_mask = takes and model.config._attn_implementation == "sdpa"
         for part in (model.config, *model.modules()):  # the settings too, which are saved and build the model again
             rates = ["p"] if isinstance(part, nn.modules.dropout._DropoutNd) else [n for n in vars(part) if "drop" in n]
             for name in rates:
@@ -658,7 +663,13 @@ class TextEncoder(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids [B, T] -> last hidden state [B, T, context_dim]."""
-        mask = (ids != self.tokenizer.pad_token_id).long() if self.masked else None
+        mask = None
+        if self.masked:
+            mask = ids != self.tokenizer.pad_token_id  # [B, T]
+            if self.whole_mask:  # of one with two axes the model would wait to learn whether it hides anything
+                mask = mask[:, None, None].expand(-1, -1, ids.shape[1], -1)  # [B, 1, T, T]
+            else:
+                mask = mask.long()
         return self.model(input_ids=ids, attention_mask=mask).last_hidden_state
 
     def encode(self, texts: list[str]) -> torch.Tensor:
@@ -874,10 +885,10 @@ def count_parameters(module: nn.Module) -> tuple[int, int]:
     return len(sizes), sum(sizes)
 
 
-def weights_hash(module: nn.Module) -> str:
+def weights_hash(module: nn.Module | dict[str, torch.Tensor]) -> str:
     """sha256 over a module's state: names, shapes and values in fp32. Independent of device and of memory format."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
+    for name, tensor in sorted((module if isinstance(module, dict) else module.state_dict()).items()):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
     return digest.hexdigest()

@@ -41,8 +41,8 @@ from sd.cli import parser
 from sd.device import DTYPES, own_device, usual_dtype
 from sd.encoder import Encoder
 from sd.errors import InputError, run
-from sd.files import sha256
-from sd.latents import Shard, address, finished, open_folder, stamp, write_manifest, write_shard
+from sd.files import sha256, stamp
+from sd.latents import Shard, address, finished, open_folder, write_manifest, write_shard
 from sd.locks import Locks
 from sd.pictures import check_side
 from sd.shards import FLIP, list_shards, source_of

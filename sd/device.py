@@ -1,6 +1,7 @@
 """Devices and processes: which there are, how fast they can be, and whether all agree."""
 
 import os
+import platform
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -69,6 +70,22 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((flops for card, flops in PEAK_FLOPS.items() if card in name), None)
+
+
+def describe_machine(device: torch.device) -> dict[str, str]:
+    """What trains, in words, as far as it is known: the device, its memory, processor, memory and versions. Of the
+    process's own device and machine; the other ones' are taken to be alike."""
+    said = {"device": str(device.type)}
+    if device.type == "cuda":
+        card = torch.cuda.get_device_properties(device)
+        said |= {"device": f"{card.name}, {card.total_memory / 2**30:.0f} GiB", "CUDA": f"{torch.version.cuda}"}
+    try:
+        names = [line.partition(":")[2].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+        said |= {"processor": f"{os.cpu_count()} x {(names or [platform.machine()])[0]}", "memory": f"{memory:.0f} GiB"}
+    except (OSError, ValueError):
+        said["processor"] = f"{os.cpu_count()} x {platform.machine()}"
+    return said | {"torch": torch.__version__, "Python": platform.python_version()}
 
 
 def find_ranks(environ) -> tuple[int, int, int]:

@@ -55,6 +55,13 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
+def stamp(path: Path) -> dict:
+    """Size in bytes and times in ns: what tells quickly that a file is the same. The time of the last change of content
+    or name (ctime) is there because the other one can be set, as rsync and cp -p do."""
+    stat = path.stat()
+    return {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
+
+
 def digests(folder: Path) -> dict[str, str]:
     """sha256 of every file in a folder and those below it, by its path inside."""
     return {str(p.relative_to(folder)): sha256(p) for p in sorted(folder.rglob("*")) if p.is_file()}
@@ -157,6 +164,11 @@ def make_folder(path: str | Path) -> Path:
             f"cannot make the folder {path}: {error.strerror}: give a folder that may be written"
         ) from None
     return Path(path)
+
+
+def absolute(name: str) -> str:
+    """A local path made absolute; a hub name as it is."""
+    return str(Path(name).resolve()) if Path(name).exists() else name
 
 
 def read_json(path: str | Path) -> dict:

@@ -11,7 +11,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sd.errors import InputError
-from sd.files import atomic_path, atomic_write, make_folder, read_json, sha256, write_json, write_json_once
+from sd.files import (
+    atomic_path,
+    atomic_write,
+    make_folder,
+    read_json,
+    sha256,
+    stamp,
+    write_json,
+    write_json_once,
+)
 from sd.shards import FLIP
 from sd.stream import Batch
 
@@ -19,13 +28,6 @@ FORMAT = "latents-1"
 
 
 # Files
-def stamp(tar: Path) -> dict:
-    """Size in bytes and times in ns: what tells quickly that a tar is the same. The time of the last change of content
-    or name (ctime) is there because the other one can be set, as rsync and cp -p do."""
-    stat = tar.stat()
-    return {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
-
-
 def read_record(out: Path, shard: str) -> dict | None:
     """The record of a shard; None if there is none, or none that can be read."""
     try:

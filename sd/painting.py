@@ -216,7 +216,9 @@ def sample_grid(path: Path, ema: Denoiser, text_encoder, vae, schedule, prompts:
     encoder = ema.text_encoder or text_encoder
     f, z = vae.config.factor, vae.config.latent_channels
     try:
-        contexts, nulls = encode_pairs(encoder, prompts, [""] * len(prompts))
+        encoder_dtype = settings["weights_dtype"]  # of one whose weights are in bf16, with --no_ema
+        with torch.autocast(device.type, torch.bfloat16, enabled=encoder_dtype == "bf16"):
+            contexts, nulls = encode_pairs(encoder, prompts, [""] * len(prompts))
         latents = sample_latents(
             in_autocast(ema.unet, device, settings["dtype"]),
             contexts,

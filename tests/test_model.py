@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, randomise, relative
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sd.weights.names
 import SD_Model as M
@@ -662,6 +663,19 @@ def test_other_text_encoder_gets_its_padding_mask(tmp_path):
     assert relative(encoder.encode(["a red circle"])[:, :5], alone) < TOLERANCE
     unmasked = encoder.model(input_ids=ids).last_hidden_state[:, :5]
     assert relative(unmasked, alone) > 1e-3
+    both = encoder.tokenize(["a red circle", "circle"])
+    usual = encoder.model(input_ids=both, attention_mask=(both != 0).long()).last_hidden_state
+    assert relative(encoder(both), usual) < TOLERANCE
+    with NoWaiting():  # a device that is waited for cannot record the pass as a CUDA graph
+        encoder(both)
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses what brings a number of a tensor to Python."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert "_local_scalar_dense" not in str(function), "the device is waited for"
+        return function(*args, **(kwargs or {}))
 
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ import sd.files  # noqa: E402
 import sd.log  # noqa: E402
 import sd.objective  # noqa: E402
 import sd.parallel  # noqa: E402
+import sd.report  # noqa: E402
 import sd.text  # noqa: E402
 import sd.weights.parts  # noqa: E402
 import sd.weights.read  # noqa: E402
@@ -178,7 +179,8 @@ def start(argv: list[str], output: Path, hook=None, curves=False, limit=120, **e
     """Run SD_Train's command line in a forked process, which spares the imports; returns its id.
 
     hook() is called in it first, to break something. Its stdout and stderr go to the file `output`. Without `curves` no
-    curves.png is drawn, which takes longer than the training. After `limit` seconds it prints its stacks and ends.
+    curves.png and no report.html is drawn, which takes longer than the training. After `limit` seconds it prints its
+    stacks and ends.
     """
     sys.stdout.flush(), sys.stderr.flush()
     pid = os.fork()
@@ -195,6 +197,7 @@ def start(argv: list[str], output: Path, hook=None, curves=False, limit=120, **e
         faulthandler.dump_traceback_later(limit, exit=True, file=sys.stderr)
         if not curves:
             rebind(sd.log, "plot_run", lambda out: None)
+            rebind(sd.report, "write_report", lambda out: None)
         if hook is not None:
             hook()
         sd.errors.run(lambda: SD_Train.main(argv))
