@@ -25,7 +25,7 @@ NO_MODEL = error: demo/drawings, with which make paint paints, is not in this co
 
 ARGS ?=
 
-.PHONY: demo finetune paint showcase test test_slow test_slurm faults lint clean_demo help
+.PHONY: demo finetune paint showcase test test_slow test_slurm test_hosts faults lint clean_demo help
 
 demo: $(VENV)/installed  ## draw pictures, train on them, paint, and check the result: 8 minutes on two CPU cores
 	$(PY) demo/run.py
@@ -52,6 +52,9 @@ faults: $(VENV)/installed_dev  ## attack real trainings and count what they surv
 
 test_slurm: $(VENV)/installed_dev  ## train through slurm/*.sbatch on a Slurm of its own: 3 minutes, needs root
 	$(PY) tests/slurm/run.py
+
+test_hosts: $(VENV)/installed_dev  ## train over two network namespaces and cut the link: 3 minutes, needs root
+	$(PY) tests/hosts/run.py
 
 lint: $(VENV)/installed_dev  ## check style alone
 	$(PY) -m ruff check . && $(PY) -m ruff format --check .
