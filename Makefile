@@ -23,7 +23,9 @@ override OUT := $(value OUT)
 export PROMPT MODEL OUT
 NO_MODEL = error: demo/drawings, with which make paint paints, is not in this copy; name a model with MODEL=FOLDER
 
-.PHONY: demo paint test test_slow faults lint clean_demo help
+ARGS ?=
+
+.PHONY: demo paint showcase test test_slow test_slurm faults lint clean_demo help
 
 demo: $(VENV)/installed  ## draw pictures, train on them, paint, and check the result: 8 minutes on two CPU cores
 	$(PY) demo/run.py
@@ -31,6 +33,9 @@ demo: $(VENV)/installed  ## draw pictures, train on them, paint, and check the r
 paint: $(VENV)/installed  ## paint with the small model that comes along: make paint PROMPT="a red apple, 3d render"
 	@test -e "$$MODEL" || test "$$MODEL" != demo/drawings || { echo "$(NO_MODEL)" >&2; exit 2; }
 	@$(PY) SD_ImageGen.py --model="$$MODEL" --prompt="$$PROMPT" --out="$$OUT" --sampler dpmpp_2m --steps 20 --cfg 5
+
+showcase: $(VENV)/installed_dev  ## real drawings from nothing on one NVIDIA GPU: half an hour; ARGS=--dry_run says what it does
+	$(PY) demo/showcase.py $(ARGS)
 
 test: $(VENV)/installed_dev  ## check style and run the tests: 12 minutes on two CPU cores
 	$(PY) -m ruff check . && $(PY) -m ruff format --check .
@@ -41,6 +46,9 @@ test_slow: $(VENV)/installed_dev  ## run the tests that take minutes or gigabyte
 
 faults: $(VENV)/installed_dev  ## attack real trainings and count what they survive (docs/FAULTS.md)
 	$(PY) tests/faults/run.py
+
+test_slurm: $(VENV)/installed_dev  ## train through slurm/*.sbatch on a Slurm of its own: 3 minutes, needs root
+	$(PY) tests/slurm/run.py
 
 lint: $(VENV)/installed_dev  ## check style alone
 	$(PY) -m ruff check . && $(PY) -m ruff format --check .
@@ -57,10 +65,11 @@ help:  ## list these targets
 	.venv/bin/python -m pip install -q -r requirements.txt
 	touch $@
 
-# open-clip-torch carries CLIP's vocabulary; its dependencies would bring a second torchvision and are left out.
+# open-clip-torch carries CLIP's vocabulary; torch-fidelity and prdc are oracles of tests/test_evaluate.py. Their
+# dependencies would bring a second torchvision and are left out.
 .venv/installed_dev: .venv/installed requirements-dev.txt requirements-data.txt
 	.venv/bin/python -m pip install -q -r requirements-dev.txt -r requirements-data.txt
-	.venv/bin/python -m pip install -q --no-deps 'open-clip-torch>=2.30'
+	.venv/bin/python -m pip install -q --no-deps 'open-clip-torch>=2.30' 'torch-fidelity>=0.4' 'prdc>=0.2'
 	touch $@
 
 none/installed none/installed_dev: ;

@@ -885,10 +885,10 @@ def count_parameters(module: nn.Module) -> tuple[int, int]:
     return len(sizes), sum(sizes)
 
 
-def weights_hash(module: nn.Module) -> str:
+def weights_hash(module: nn.Module | dict[str, torch.Tensor]) -> str:
     """sha256 over a module's state: names, shapes and values in fp32. Independent of device and of memory format."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
+    for name, tensor in sorted((module if isinstance(module, dict) else module.state_dict()).items()):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
     return digest.hexdigest()

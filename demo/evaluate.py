@@ -57,11 +57,11 @@ def frame(mask: np.ndarray) -> np.ndarray:
     return cv2.warpAffine(mask.astype(np.float32), move, (TEMPLATE, TEMPLATE), flags=cv2.INTER_LINEAR) > 0.5
 
 
-@functools.lru_cache(maxsize=1)
-def templates() -> list[tuple[str, np.ndarray]]:
+@functools.lru_cache
+def templates(shapes: tuple[str, ...]) -> list[tuple[str, np.ndarray]]:
     """The ideal shapes, framed: each as drawn, and with corners rounded as blur rounds them, weakly and strongly."""
     made = []
-    for shape in SHAPES:
+    for shape in shapes:
         sharp = coverage(SIDE / 2 + SIDE / 5 * outline(shape), SIDE)
         made.append((shape, frame(sharp > 0.5)))
         for strength in (0.05, 0.1):
@@ -70,16 +70,16 @@ def templates() -> list[tuple[str, np.ndarray]]:
     return made
 
 
-def find_shape(mask: np.ndarray) -> str | None:
+def find_shape(mask: np.ndarray, shapes: tuple[str, ...] = SHAPES) -> str | None:
     """The shape whose ideal outline overlaps best with a mask, bool [H, W]; None if that overlap is poor."""
     framed = frame(mask)
-    overlap, shape = max(((framed & ideal).sum() / (framed | ideal).sum(), name) for name, ideal in templates())
+    overlap, shape = max(((framed & ideal).sum() / (framed | ideal).sum(), name) for name, ideal in templates(shapes))
     return shape if overlap >= OVERLAP else None
 
 
-def classify(image: np.ndarray) -> dict[str, str | None]:
-    """What a picture shows, RGB uint8 [H, W, 3] -> {shape, colour, position, background}; background always has a
-    value, the others are None where there is no clear shape."""
+def classify(image: np.ndarray, shapes: tuple[str, ...] = SHAPES) -> dict[str, str | None]:
+    """What a picture shows, RGB uint8 [H, W, 3] -> {shape (one of `shapes`), colour, position, background}; background
+    always has a value, the others are None where there is no clear shape."""
     ring = max(1, round(min(image.shape[:2]) / 32))
     edge = np.ones(image.shape[:2], bool)
     edge[ring:-ring, ring:-ring] = False
@@ -102,7 +102,7 @@ def classify(image: np.ndarray) -> dict[str, str | None]:
     mask = labels == largest
     if not AREA[0] <= mask.mean() <= AREA[1]:
         return found
-    found["shape"] = find_shape(mask)
+    found["shape"] = find_shape(mask, shapes)
 
     depth = cv2.distanceTransform(mask.astype(np.uint8), cv2.DIST_L2, 3)
     inner = depth > depth.max() / 2
@@ -121,11 +121,11 @@ def share(images: Iterable[np.ndarray], attribute: str, value: str) -> float:
     return sum(hits) / len(hits)
 
 
-def accuracy(images: Iterable[np.ndarray], prompts: list[dict]) -> dict[str, float]:
+def accuracy(images: Iterable[np.ndarray], prompts: list[dict], shapes: tuple[str, ...] = SHAPES) -> dict[str, float]:
     """The share of pictures that are right in each attribute, and in all of those that their prompt names."""
     right = {name: [] for name in (*ATTRIBUTES, "all")}
     for image, prompt in zip(images, prompts, strict=True):
-        found = classify(image)
+        found = classify(image, shapes)
         named = {name: found[name] == prompt[name] for name in ATTRIBUTES if prompt.get(name)}
         for name, hit in named.items():
             right[name].append(hit)

@@ -62,7 +62,7 @@ def stages(args, cores: int) -> list[Stage]:
     ]  # fmt: skip
     made += [
         Stage("packages", [[*draw[:3], "--fetch"]], 20),
-        Stage("draw at 128 px", [[*draw, "--size", 128, *limit, "--out", source]], 30 * slower),
+        Stage("draw at 128 px", [[*draw, "--size", 128, *limit, "--out", source]], 75 * slower),
         Stage("words", [
             ["data_pipeline/04_tokenise.py", "--in", source / "images", "--out", tokens, "--tokenizer",
              args.text_encoder, "--max_length", 24],
@@ -73,14 +73,14 @@ def stages(args, cores: int) -> list[Stage]:
             ["data_pipeline/05_build_hf_dataset.py", "--in", source / "cut_tokens", "--out", source / "dataset",
              "--split_column", "split"],
         ], 35),
-        Stage("draw a part at 256 px", [[*draw, "--size", 256, "--limit", min(1500, args.limit or 1500), "--out",
-                                         part]], 14 * slower),
+        Stage("draw a part at 256 px", [[*draw, "--size", 256, "--limit", min(800, args.limit or 800), "--out",
+                                         part]], 40 * slower),
         Stage("train the autoencoder", [
             ["SD_TrainVAE.py", "--images", source / "images", part / "images", "--model", "small", "--size", "128,256",
              "--batch", 32, "--minutes", args.vae_minutes, "--workers", min(cores, 16), "--ram_gib", 16, "--save_steps",
              2000, "--kl_weight", "1e-4", "--out", out / "vae", "--resume"],
         ], 60 * args.vae_minutes + 30),
-        Stage("draw at 256 px", [[*draw[:3], "--workers", few, "--size", 256, *limit, "--out", large]], 110 * slower,
+        Stage("draw at 256 px", [[*draw[:3], "--workers", few, "--size", 256, *limit, "--out", large]], 280 * slower,
               beside=True),
         Stage("encode at 128 px", [[*encode, "--size", 128, "--images", source / "images", "--out",
                                     source / "latents"]], 25),

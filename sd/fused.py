@@ -20,7 +20,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sd.fused_ops import SplitHeads, add_bias, add_layer_norm, group_norm, linear_geglu, out_dtype, softmax, weight_of
+from sd.fused_ops import (
+    SplitHeads,
+    add_bias,
+    add_layer_norm,
+    convolution,
+    group_norm,
+    linear_geglu,
+    out_dtype,
+    product,
+    softmax,
+    weight_of,
+)
 from SD_Model import (
     VAE,
     CrossAttention,
@@ -52,10 +63,12 @@ def apply(net: UNet | VAE) -> UNet | VAE:
 
 
 def multiplied(net: nn.Module) -> list[nn.Parameter]:
-    """The weights of a network that weight_of() gives to products and convolutions."""
+    """The trained weights of a network that weight_of() gives to products and convolutions; those of adapters, too."""
     fused = FusedResBlock | FusedSpatialTransformer | FusedDownsample | FusedUpsample
     blocks = [m for m in net.modules() if isinstance(m, fused)]
-    return [m.weight for block in blocks for m in block.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    layers = [m for block in blocks for m in block.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    adapters = [part for m in layers if hasattr(m, "adapter") for part in (m.adapter.down, m.adapter.up)]
+    return [m.weight for m in layers + adapters if m.weight.requires_grad]
 
 
 def settle(unet: UNet) -> UNet:
@@ -86,12 +99,12 @@ class FusedResBlock(ResBlock):
     def _forward(self, x, e, skip=None):
         (norm1, _, conv1), (norm2, _, _, conv2) = self.in_layers, self.out_layers
         x, h = group_norm(x, norm1, silu=True, skip=skip)
-        h = F.conv2d(h, weight_of(conv1), padding=1)  # [B, out_ch, H, W]
+        h = convolution(h, conv1)  # [B, out_ch, H, W]
         h = group_norm(h, norm2, silu=True, e=e)[1]
-        h = F.conv2d(h, weight_of(conv2), padding=1)
+        h = convolution(h, conv2)
         bias, skip = conv2.bias, self.skip_connection
         if not isinstance(skip, nn.Identity):
-            x = F.conv2d(x, weight_of(skip))
+            x = convolution(x, skip)
             bias = _once(self, "bias", lambda: conv2.bias + skip.bias)
         return add_bias(h, x, bias)
 
@@ -100,16 +113,16 @@ def _attention(attn: CrossAttention, y: torch.Tensor, context: torch.Tensor | No
     """CrossAttention without its last bias. y [B, N, C], context [B, M, D] -> [B, N, C]."""
     B, N, C = y.shape
     if context is None:
-        w = _once(
-            attn, "weights", lambda: torch.cat([weight_of(attn.to_q), weight_of(attn.to_k), weight_of(attn.to_v)])
-        )
-        q, k, v = SplitHeads.apply(F.linear(y, w), 3, attn.heads)  # [B, heads, N, d]
+        joined = attn.to_q, attn.to_k, attn.to_v
+        w = _once(attn, "weights", lambda: torch.cat([weight_of(m) for m in joined]))
+        q, k, v = SplitHeads.apply(product(y, w, *joined), 3, attn.heads)  # [B, heads, N, d]
     else:
-        q = F.linear(y, weight_of(attn.to_q)).view(B, N, attn.heads, -1).transpose(1, 2)
-        w = _once(attn, "weights", lambda: torch.cat([weight_of(attn.to_k), weight_of(attn.to_v)]))
-        k, v = SplitHeads.apply(F.linear(context, w), 2, attn.heads)  # [B, heads, M, d]
+        joined = attn.to_k, attn.to_v
+        q = product(y, weight_of(attn.to_q), attn.to_q).view(B, N, attn.heads, -1).transpose(1, 2)
+        w = _once(attn, "weights", lambda: torch.cat([weight_of(m) for m in joined]))
+        k, v = SplitHeads.apply(product(context, w, *joined), 2, attn.heads)  # [B, heads, M, d]
     h = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, N, C)
-    return F.linear(h, weight_of(attn.to_out[0]))
+    return product(h, weight_of(attn.to_out[0]), attn.to_out[0])
 
 
 class FusedSpatialTransformer(SpatialTransformer):
@@ -122,11 +135,11 @@ class FusedSpatialTransformer(SpatialTransformer):
         B, C, H, W = x.shape
         x, h = group_norm(x, self.norm, silu=False)
         h = h.permute(0, 2, 3, 1).reshape(B, H * W, C)  # a view
-        a, bias, res = F.linear(h, weight_of(self.proj_in).view(C, C)), self.proj_in.bias, None
+        a, bias, res = product(h, weight_of(self.proj_in).view(C, C), self.proj_in), self.proj_in.bias, None
         for block in self.transformer_blocks:  # a + bias + res is the block's input
             a, bias, res = self._block(block, a, bias, res, context)
         h = add_bias(a, res, bias)
-        h = F.linear(h, weight_of(self.proj_out).view(C, C))
+        h = product(h, weight_of(self.proj_out).view(C, C), self.proj_out)
         return add_bias(h.view(B, H, W, C).permute(0, 3, 1, 2), x, self.proj_out.bias)
 
     @staticmethod
@@ -135,11 +148,11 @@ class FusedSpatialTransformer(SpatialTransformer):
         h, y = add_layer_norm(_attention(block.attn1, y, None), block.attn1.to_out[0].bias, h, block.norm2)
         h, y = add_layer_norm(_attention(block.attn2, y, context), block.attn2.to_out[0].bias, h, block.norm3)
         up, down = block.ff.net[0].proj, block.ff.net[2]
-        return F.linear(linear_geglu(y, up), weight_of(down)), down.bias, h
+        return product(linear_geglu(y, up), weight_of(down), down), down.bias, h
 
 
 def _conv(conv: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
-    return add_bias(F.conv2d(x, weight_of(conv), None, conv.stride, conv.padding), None, conv.bias)
+    return add_bias(convolution(x, conv), None, conv.bias)
 
 
 class FusedDownsample(Downsample):
@@ -163,7 +176,8 @@ class FusedUNet(UNet):
         blocks = [m for m in self.modules() if isinstance(m, ResBlock)]
         w = _once(self, "weights", lambda: torch.cat([weight_of(m.emb_layers[1]) for m in blocks]))
         b = _once(self, "biases", lambda: torch.cat([m.emb_layers[1].bias + m.in_layers[2].bias for m in blocks]))
-        projected = F.linear(F.silu(emb), w, b).split([m.emb_layers[1].out_features for m in blocks], dim=1)
+        projections = [m.emb_layers[1] for m in blocks]
+        projected = product(F.silu(emb), w, *projections, bias=b).split([m.out_features for m in projections], dim=1)
         of_block = {m: e.contiguous() for m, e in zip(blocks, projected)}
         context = context.to(dtype)  # once, and not for each product
 

@@ -45,6 +45,54 @@ def weight_of(module: nn.Module) -> torch.Tensor:
     return _Half.apply(module.weight) if has_copy else module.weight
 
 
+class _LowRank(torch.autograd.Function):
+    """x w^T + scale (x down^T) up^T, in one dtype, where w is frozen: no gradient of it is made, and what the thin
+    matrices give is added within their product's kernel, forward and backward. x [N, in], w [out, in]."""
+
+    @staticmethod
+    def forward(ctx, x, w, down, up, scale):
+        h = x @ down.t()  # [N, r]
+        ctx.save_for_backward(x, w, down, up, h)
+        ctx.scale = scale
+        return (x @ w.t()).addmm_(h, up.t(), alpha=scale)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w, down, up, h = ctx.saved_tensors
+        dh, scale = dy @ up, ctx.scale  # [N, r]
+        dx = (dy @ w).addmm_(dh, down, alpha=scale) if ctx.needs_input_grad[0] else None
+        ddown = torch.addmm(down, dh.t(), x, beta=0, alpha=scale)  # with beta = 0, its first argument is not read
+        return dx, None, ddown, torch.addmm(up, dy.t(), h, beta=0, alpha=scale), None
+
+
+def product(x: torch.Tensor, w: torch.Tensor, *layers: nn.Module, bias=None) -> torch.Tensor:
+    """x [..., in] times w^T, the weights of these layers one below the other, [out, in], plus bias [out]; with their
+    adapters (sd/lora.py), which all of them have or none."""
+    adapters = [m.adapter for m in layers if hasattr(m, "adapter")]
+    if not adapters:
+        return F.linear(x, w, bias)
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    downs, ups = (
+        [weight_of(a).flatten(1).to(dtype) for a in parts] for parts in zip(*((a.down, a.up) for a in adapters))
+    )
+    down, up = downs[0], ups[0]
+    if len(adapters) > 1:
+        down, up = torch.cat(downs), torch.block_diag(*ups)  # [r of all, in], [out, r of all]
+    flat = x.reshape(-1, x.shape[-1]).to(dtype)
+    y = _LowRank.apply(flat, w.to(dtype), down, up, adapters[0].scale).view(*x.shape[:-1], len(w))
+    return y if bias is None else y + bias.to(dtype)
+
+
+def convolution(x: torch.Tensor, conv: nn.Conv2d) -> torch.Tensor:
+    """[B, in, H, W] -> [B, out, H', W'] without the bias; with the layer's adapter, if it has one."""
+    y = F.conv2d(x, weight_of(conv), None, conv.stride, conv.padding)
+    if not hasattr(conv, "adapter"):
+        return y
+    h = F.conv2d(x, weight_of(conv.adapter.down), None, conv.stride, conv.padding)  # [B, r, H', W']
+    return y + F.conv2d(h * conv.adapter.scale, weight_of(conv.adapter.up))
+
+
 def _channels_last(x: torch.Tensor | None) -> torch.Tensor | None:
     return x if x is None else x.contiguous(memory_format=torch.channels_last)
 
@@ -218,6 +266,8 @@ class _AddBias(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, _):
         dy = _channels_last(dy) if dy.ndim == 4 else dy.contiguous()
+        if not ctx.needs_input_grad[2]:  # a frozen bias
+            return dy, dy if ctx.has_res else None, None
         N = dy.numel() // ctx.C
         programs, steps = _chunks(N, BLOCK_R)
         part = torch.empty(programs, ctx.C, dtype=torch.float32, device=dy.device)
@@ -284,8 +334,8 @@ def linear_geglu(x, proj: nn.Linear) -> torch.Tensor:
         # Hopper and the large Blackwells have 177 KiB of shared memory a program; it pays from four tiles for each.
         gpu = torch.cuda.get_device_properties(x.device)
         one = gpu.major in (9, 10) and x.numel() // x.shape[-1] * C >= 4 * gpu.multi_processor_count * BM * BN
-    if not one:
-        return geglu(F.linear(x, w), proj.bias)
+    if not one or hasattr(proj, "adapter"):
+        return geglu(product(x, w, proj), proj.bias)
     return _linear_geglu(x.reshape(-1, x.shape[-1]), w, proj.bias).view(*x.shape[:-1], C)
 
 

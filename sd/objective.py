@@ -13,11 +13,17 @@ BINS = 10  # of timesteps, equal widths, in logs and curves
 
 
 class Denoiser(nn.Module):
-    """What is trained: the UNet, and the text encoder if asked."""
+    """What is trained: the UNet, and the text encoder if asked; or adapters beside both, which are frozen then."""
 
     def __init__(self, unet: UNet, text_encoder: TextEncoder | None):
         super().__init__()
         self.unet, self.text_encoder = unet, text_encoder
+        self.adapters = None  # those of sd/lora.py's inject(), by the names of their layers
+
+    def trained(self, part: str | None = None) -> list[nn.Parameter]:
+        """What an optimizer changes; of a part alone, 'unet' or 'text_encoder', adapters beside it included."""
+        named = self.named_parameters()
+        return [p for n, p in named if p.requires_grad and n.removeprefix("adapters.").startswith(part or "")]
 
     def forward(self, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         """Noisy latents [B, z, h, w], timesteps [B] -> [B, z, h, w].

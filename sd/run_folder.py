@@ -11,9 +11,10 @@ from pathlib import Path
 from sd.checkpoints import Checkpointer, HostCopy
 from sd.device import describe_machine
 from sd.errors import InputError, short
-from sd.files import atomic_write, lock_run
+from sd.files import absolute, atomic_write, lock_run
 from sd.log import Log, plot_run
-from sd.plan import Plan
+from sd.lora import adapters_of, to_tensors
+from sd.plan import Plan, checkpoint_bytes
 from sd.report import write_report
 from sd.setup import Data, Trained
 from sd.weights.read import checkpoint_folders
@@ -37,11 +38,6 @@ def make_run_folder(out: Path, settings: dict, checkpoint: Path | None):
     except OSError as e:
         raise InputError(f"--out wants a folder that can be written, found {out} ({e.strerror})") from None
     return lock
-
-
-def absolute(name: str) -> str:
-    """A local path made absolute; a hub name as it is."""
-    return str(Path(name).resolve()) if Path(name).exists() else name
 
 
 def describe_start(out: Path, plan: Plan, settings: dict, device, resume: str):
@@ -70,7 +66,7 @@ class RunFolder:
         self.out, self.settings, self.trained, self.plan = out, settings, trained, plan
         self.lock = make_run_folder(out, settings, checkpoint)
         small = vae is not None and count_parameters(vae)[1] * 4 <= SMALL_VAE
-        vae_name, trains_text = settings["vae"] or data.vae["name"], settings["train_text_encoder"]
+        vae_name, own_text = settings["vae"] or data.vae["name"], settings["train_text_encoder"] and not trained.base
         self.beside = {
             "text_encoder": text_encoder,
             "vae": vae if small else None,
@@ -80,15 +76,20 @@ class RunFolder:
                 "unet": asdict(trained.denoiser.unet.config),
                 "schedule": schedule.config,
                 "size": settings["size"],
-                "text_encoder": "text_encoder" if trains_text else absolute(settings["text_encoder"]),
+                "text_encoder": "text_encoder" if own_text else absolute(settings["text_encoder"]),
                 "text_length": text_encoder.max_length,
                 "vae": "vae" if small else {"path": absolute(vae_name), "hash": data.vae["hash"]},
             },
         }
+        if trained.base:  # whose weights are not in the checkpoint
+            self.beside["model"]["base"] = trained.base
         self.decides = {"global_batch": plan.global_batch, "data": data.hashes, "inputs": inputs,
                         "vae": data.vae["hash"], "settings": dict(settings)}  # fmt: skip
-        numbers = count_parameters(trained.denoiser)[1]
-        self.to_host = HostCopy(pin=next(trained.denoiser.parameters()).is_cuda, size=16 * numbers)  # with EMA and Adam
+        if trained.ema is trained.denoiser:
+            self.beside["model"]["weights"] = "live"  # as in any folder that has one UNet
+        self.to_host = HostCopy(
+            next(trained.denoiser.parameters()).is_cuda, checkpoint_bytes(settings, trained.denoiser)
+        )
         self.page = None  # the thread that writes it
         describe_start(out, plan, settings, next(trained.denoiser.parameters()).device, resume)
         self.log = Log(out, settings, trained.progress.step)
@@ -99,13 +100,19 @@ class RunFolder:
     def snapshot(self, seen: int) -> dict:
         """Everything a checkpoint holds, copied to host memory. seen: the sum over all ranks."""
         trained, progress = self.trained, self.trained.progress
-        modules = {"unet": trained.denoiser.unet, "unet_ema": trained.ema.unet}
-        if trained.denoiser.text_encoder is not None:
-            modules |= {"text_encoder": trained.denoiser.text_encoder, "text_encoder_ema": trained.ema.text_encoder}
+        averaged = trained.ema is not trained.denoiser
+        if trained.base:
+            modules = {"lora": trained.denoiser, "lora_ema": trained.ema}
+            weights = {name: to_tensors(adapters_of(m)) for name, m in modules.items()}
+        else:
+            nets = {"": trained.denoiser} | ({"_ema": trained.ema} if averaged else {})
+            modules = {f"unet{name}": net.unet for name, net in nets.items()}
+            if trained.denoiser.text_encoder is not None:
+                modules |= {f"text_encoder{name}": net.text_encoder for name, net in nets.items()}
+            weights = {name: m.state_dict() for name, m in modules.items()}
         images = progress.step * self.plan.global_batch
         progress.lineage[-1]["images"] = images
-        parts = self.to_host({"weights": {name: m.state_dict() for name, m in modules.items()},
-                              "optimizer": trained.optimizer.state_dict()})  # fmt: skip
+        parts = self.to_host({"weights": weights, "optimizer": trained.optimizer.state_dict()})
         self.to_host.wait()
         where = {"seen": seen, "images": images, "epoch": images / self.plan.order.epoch_size}
         return parts | self.beside | {"state": progress.state() | where | self.decides}

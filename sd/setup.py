@@ -1,6 +1,5 @@
 """What a run is made of, opened and checked before its first step: encoders, data, weights, folder."""
 
-import copy
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +11,24 @@ from sd.checkpoints import Progress, load_optimizer, load_weights
 from sd.data import Batch, LatentStore, Split, parse_sources, read_manifest, validation_batches
 from sd.device import Place
 from sd.errors import InputError
-from sd.files import sha256
+from sd.files import absolute, read_json, sha256
 from sd.fused import apply
 from sd.kernels import available
+from sd.lora import average_of, describe, inject, settle_base
 from sd.networks import unet_config
 from sd.objective import Denoiser, in_autocast
-from sd.optim import make_optimizer
+from sd.optim import describe_optimizer, make_optimizer
 from sd.text import load_tokenizer, tokenizer_hash
-from sd.weights.read import load_vae, open_model
+from sd.weights.read import (
+    Model,
+    base_differs,
+    base_gone,
+    is_gone,
+    load_vae,
+    named_text_encoder,
+    newest_checkpoint,
+    open_model,
+)
 from SD_Model import PRESETS, TextEncoder, UNet, weights_hash
 
 
@@ -31,9 +40,9 @@ def git_revision() -> str:
         return ""
 
 
-def load_text_encoder(settings: dict, checkpoint: Path | None) -> TextEncoder:
+def load_text_encoder(settings: dict, checkpoint: Path | None, init_from: str | None = None) -> TextEncoder:
     """find_text_encoder, whose output must be as wide as the UNet's context; if it is trained, without a head."""
-    encoder, wanted = find_text_encoder(settings, checkpoint), unet_config(settings).context_dim
+    encoder, wanted = find_text_encoder(settings, checkpoint, init_from), unet_config(settings).context_dim
     if encoder.context_dim != wanted:
         raise InputError(
             f"the UNet attends to a context {wanted} wide, and the text encoder {settings['text_encoder']} gives "
@@ -43,8 +52,21 @@ def load_text_encoder(settings: dict, checkpoint: Path | None) -> TextEncoder:
     return encoder.without_head() if settings["train_text_encoder"] else encoder
 
 
-def find_text_encoder(settings: dict, checkpoint: Path | None) -> TextEncoder:
-    """The checkpoint's, if trained there; else --text_encoder, a fresh one for --tokenizer, or the preset's default."""
+def text_encoder_of(path: str) -> str:
+    """Where the text encoder of a model is, for --text_encoder: of this project's checkpoints the one that they name,
+    else the model itself."""
+    folder = newest_checkpoint(Path(path)) if (Path(path) / "checkpoints").is_dir() else Path(path)
+    if (folder / "model.json").is_file():
+        values = read_json(folder / "model.json")
+        own = [folder / "text_encoder_ema", folder / values["text_encoder"]]  # the latter may be a path, or a hub name
+        if "base" not in values:
+            return next((str(p.resolve()) for p in own if p.is_dir()), values["text_encoder"])
+    return absolute(str(folder))
+
+
+def find_text_encoder(settings: dict, checkpoint: Path | None, init_from: str | None = None) -> TextEncoder:
+    """The checkpoint's, if trained there; else --text_encoder, a fresh one for --tokenizer, that of the model that the
+    run starts from, or the preset's default."""
     if checkpoint is not None and (checkpoint / "text_encoder").is_dir():
         return TextEncoder.from_pretrained(str(checkpoint / "text_encoder"))
     text = PRESETS[settings["model"]]["text"]
@@ -54,6 +76,8 @@ def find_text_encoder(settings: dict, checkpoint: Path | None) -> TextEncoder:
         if not settings["train_text_encoder"]:
             raise InputError("--tokenizer starts a fresh text encoder, which must be trained: add --train_text_encoder")
         return TextEncoder.new(text, load_tokenizer(settings["tokenizer"]))
+    if settings["text_encoder"] is None and init_from is not None:
+        settings["text_encoder"] = text_encoder_of(init_from)
     if settings["text_encoder"] is None:
         if text is not None:
             raise InputError(
@@ -61,7 +85,7 @@ def find_text_encoder(settings: dict, checkpoint: Path | None) -> TextEncoder:
                 "--train_text_encoder for a fresh one"
             )
         settings["text_encoder"] = "openai/clip-vit-large-patch14"
-    return TextEncoder.from_pretrained(settings["text_encoder"])
+    return named_text_encoder(settings["text_encoder"])
 
 
 class Data(NamedTuple):
@@ -161,27 +185,67 @@ def vae_of_latents(settings: dict, vae_info: dict):
     return vae
 
 
+def make_denoiser(unet: UNet, text_encoder: TextEncoder | None, settings: dict) -> Denoiser:
+    """What is trained, on the CPU: the UNet, the text encoder too if asked; with --lora adapters beside them."""
+    denoiser = Denoiser(unet, text_encoder if settings["train_text_encoder"] else None)
+    if settings["lora"]:
+        inject(denoiser, settings)
+    return denoiser
+
+
+def open_weights(path, weights: str, net: Denoiser, prediction: str, vae_hash: str) -> Model:
+    """A model's weights, 'live' or 'ema', into a Denoiser. InputError if they do not fit the run."""
+    source = open_model(path, weights=weights)
+    config, state = source.unet_state()
+    if config != net.unet.config:
+        raise InputError(f"{path} holds a UNet of {config}, and the preset wants {net.unet.config}")
+    if source.schedule.prediction != prediction:
+        raise InputError(
+            f"{path} predicts {source.schedule.prediction}, and this run {prediction}; add --prediction "
+            f"{source.schedule.prediction}"
+        )
+    if source.lineage.get("vae", vae_hash) != vae_hash:
+        raise InputError(
+            f"{path} was trained on the latents of another VAE than this run's; encode the pictures with its VAE, or "
+            "start without --init_from"
+        )
+    net.unet.load_state_dict(state)
+    if net.text_encoder is not None and net.adapters is None:
+        net.text_encoder.load_state_dict(source.text_encoder().state_dict())
+    return source
+
+
+def open_base(args, denoiser: Denoiser, settings: dict, vae_hash: str, checkpoint, say) -> tuple[dict, list[dict]]:
+    """The weights that adapters stand beside, into a Denoiser: those of --init_from, or those that the checkpoint
+    names, which must be the same. Returns what model.json says of them (path, hash of the UNet, 'live' or 'ema'), and
+    the lineage that a new run continues."""
+    if checkpoint is None:
+        weights, before = "live" if args.init_weights == "live" else "ema", None
+        folder = Path(args.init_from)  # of a run, another checkpoint may be the newest tomorrow
+        paths = [newest_checkpoint(folder) if (folder / "checkpoints").is_dir() else args.init_from]
+    else:
+        before = read_json(checkpoint / "model.json")["base"]
+        weights, paths = before["weights"], [p for p in (before["path"], args.init_from) if p and not is_gone(p)]
+        if not paths:
+            raise InputError(base_gone(checkpoint, before["path"]))
+    for path in paths:
+        source = open_weights(path, weights, denoiser, settings["prediction"], vae_hash)
+        found = {"path": absolute(str(path)), "weights": weights, "hash": weights_hash(denoiser.unet)}
+        if before is None or found["hash"] == before["hash"]:
+            break
+    else:
+        raise InputError(base_differs(checkpoint, paths[0]))
+    say(source.found)
+    lineage = source.lineage.get("lineage") or [{"phase": "import", "path": found["path"]}]
+    lineage[-1]["hash"] = found["hash"]
+    return found, lineage
+
+
 def init_weights(args, denoiser: Denoiser, ema: Denoiser, prediction: str, vae_hash: str, say) -> list[dict]:
     """Weights of --init_from into live and EMA; returns the lineage that the new run continues."""
     wanted = {"same": ("live", "ema"), "ema": ("ema", "ema"), "live": ("live", "live")}[args.init_weights]
-    for net, weights in zip((denoiser, ema), wanted):
-        source = open_model(args.init_from, weights=weights)
-        config, state = source.unet_state()
-        if config != net.unet.config:
-            raise InputError(f"{args.init_from} holds a UNet of {config}, and the preset wants {net.unet.config}")
-        if source.schedule.prediction != prediction:
-            raise InputError(
-                f"{args.init_from} predicts {source.schedule.prediction}, and this run {prediction}; add --prediction "
-                f"{source.schedule.prediction}"
-            )
-        if source.lineage.get("vae", vae_hash) != vae_hash:
-            raise InputError(
-                f"{args.init_from} was trained on the latents of another VAE than this run's; encode the pictures with "
-                "its VAE, or start without --init_from"
-            )
-        net.unet.load_state_dict(state)
-        if net.text_encoder is not None:
-            net.text_encoder.load_state_dict(source.text_encoder().state_dict())
+    for net, weights in list(zip((denoiser, ema), wanted))[: 1 if ema is denoiser else 2]:
+        source = open_weights(args.init_from, weights, net, prediction, vae_hash)
     say(source.found)
     lineage = source.lineage.get("lineage") or [{"phase": "import", "path": str(args.init_from)}]
     lineage[-1]["hash"] = weights_hash(ema.unet)  # of the parent's weights, so that it can be found again
@@ -190,12 +254,14 @@ def init_weights(args, denoiser: Denoiser, ema: Denoiser, prediction: str, vae_h
 
 @dataclass
 class Trained:
-    """What training changes: live weights, their average, the optimizer's state, and where it stands."""
+    """What training changes: live weights, their average (with --no_ema the live weights themselves), the optimizer's
+    state, and where it stands."""
 
     denoiser: Denoiser
     ema: Denoiser
     optimizer: torch.optim.Optimizer
     progress: Progress
+    base: dict | None = None  # of adapters: what model.json says of the weights that they stand beside
 
 
 def fresh_unet(args, settings: dict, device: torch.device) -> UNet:
@@ -214,22 +280,28 @@ def fresh_unet(args, settings: dict, device: torch.device) -> UNet:
 
 def open_trained(args, settings: dict, denoiser: Denoiser, data: Data, checkpoint, saved, place: Place, say) -> Trained:
     """Weights, optimizer and progress on the device: from the checkpoint, from --init_from, or fresh."""
-    ema, memory = copy.deepcopy(denoiser).requires_grad_(False).eval(), memory_format(settings)
+    base, lineage, memory = None, [], memory_format(settings)
+    if settings["lora"]:
+        base, lineage = open_base(args, denoiser, settings, data.vae["hash"], checkpoint, say)
+        say(describe(denoiser, settings))
+        settle_base(denoiser, settings)
+    ema = denoiser if settings["no_ema"] else average_of(denoiser)
     if checkpoint:
         load_weights(checkpoint, denoiser, ema)
         progress = Progress.resumed(saved, place.rank)
     else:
-        progress = Progress()
-        if args.init_from:
+        progress = Progress(lineage=lineage)
+        if args.init_from and not base:
             progress.lineage = init_weights(args, denoiser, ema, settings["prediction"], data.vae["hash"], say)
         progress.lineage.append({"phase": settings["phase"], "data": data.hashes, "images": 0,
                                  "revision": git_revision(), "torch": torch.__version__})  # fmt: skip
-    denoiser.to(place.device, memory_format=memory).train()
     ema.to(place.device, memory_format=memory)
+    denoiser.to(place.device, memory_format=memory).train()
     optimizer = make_optimizer(denoiser, settings)
     if checkpoint:
         load_optimizer(checkpoint, optimizer)
-    return Trained(denoiser, ema, optimizer, progress)
+    say(describe_optimizer(optimizer, denoiser, settings))
+    return Trained(denoiser, ema, optimizer, progress, base)
 
 
 def memory_format(settings: dict) -> torch.memory_format:

@@ -14,6 +14,8 @@ import numpy as np
 
 SHAPES = ("circle", "square", "triangle", "star")
 
+NEW_SHAPES = ("heart",)  # which the demo never sees: what its fine-tuning is to learn
+
 COLOURS = {  # RGB
     "red": (215, 30, 35),
     "orange": (250, 140, 20),
@@ -87,7 +89,11 @@ def outline(shape: str) -> np.ndarray:
         angles = np.arange(10) * (2 * np.pi / 10) - np.pi / 2
         radii = np.where(np.arange(10) % 2 == 0, 1.25, 1.25 * 0.42)
         return radii[:, None] * np.stack([np.cos(angles), np.sin(angles)], 1)
-    raise ValueError(f"unknown shape {shape!r}: one of {', '.join(SHAPES)}")
+    if shape == "heart":
+        t = np.arange(64) * (2 * np.pi / 64)
+        y = 13 * np.cos(t) - 5 * np.cos(2 * t) - 2 * np.cos(3 * t) - np.cos(4 * t)
+        return np.stack([16 * np.sin(t) ** 3, 0.85 - y], 1) / 15.5  # around its centre of mass
+    raise ValueError(f"unknown shape {shape!r}: one of {', '.join(SHAPES + NEW_SHAPES)}")
 
 
 def coverage(points: np.ndarray, size: int, factor: int = 4) -> np.ndarray:
@@ -190,12 +196,13 @@ def random_caption(truth: dict, rng: np.random.Generator) -> str:
 def shape_prompts(kind: str, n: int, seed: int) -> list[dict]:
     """n full prompts, each {prompt, shape, colour, position, background}, for evaluation.
 
-    kind 'held_out' has the pairs of HELD_OUT only, 'trained' those of TRAINED. All combinations come equally often (to
-    one), in an order that depends on the seed.
+    kind 'held_out' has the pairs of HELD_OUT only, 'trained' those of TRAINED, 'new' the shapes of NEW_SHAPES in every
+    colour. All combinations come equally often (to one), in an order that depends on the seed.
     """
-    if kind not in ("held_out", "trained"):
-        raise ValueError(f"unknown kind {kind!r}: held_out or trained")
-    pairs = HELD_OUT if kind == "held_out" else TRAINED
+    kinds = {"held_out": HELD_OUT, "trained": TRAINED, "new": tuple(itertools.product(NEW_SHAPES, COLOURS))}
+    if kind not in kinds:
+        raise ValueError(f"unknown kind {kind!r}: one of {', '.join(kinds)}")
+    pairs = kinds[kind]
     combinations = list(itertools.product(pairs, POSITIONS, BACKGROUNDS))
     rng = np.random.default_rng(seed)
     chosen = []

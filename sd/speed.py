@@ -1,6 +1,5 @@
 """Benchmarks of training, sampling and encoding."""
 
-import copy
 import gc
 import json
 import tempfile
@@ -18,11 +17,12 @@ from sd.device import Place, layout, peak_flops
 from sd.encoder import Encoder
 from sd.fused import FusedUNet
 from sd.graphs import Graphed
+from sd.lora import average_of, settle_base
 from sd.networks import unet_config
 from sd.objective import Denoiser
 from sd.optim import clip_limit, forget_gradients, make_optimizer
 from sd.painting import decode_latents, guided, make_sampler
-from sd.plan import count_flops, unet_flops
+from sd.plan import count_flops, passes, unet_flops
 from sd.setup import memory_format
 from sd.shards import ShardWriter
 from sd.step import MicroSteps, Update, peak_memory, wrap
@@ -118,8 +118,9 @@ class TimedSteps:
         side, micro = settings["size"] // PRESETS[settings["model"]]["vae"].factor, settings["batch"]
         self.shape = unet.in_channels, side, side
         self.denoiser, self.device, self.clock, self.waited = denoiser, device, Clock(device), 0.0
+        settle_base(denoiser, settings)
         denoiser.to(device, memory_format=memory_format(settings)).train()
-        ema = copy.deepcopy(denoiser).requires_grad_(False)
+        ema = denoiser if settings["no_ema"] else average_of(denoiser)
         self.update = Update(make_optimizer(denoiser, settings), denoiser, ema, settings, place.world)
         model = wrap(denoiser, settings, place.world)
         latents, noise = torch.randn(2, micro, *self.shape, device=device)
@@ -220,14 +221,14 @@ def train_benchmark(
     if rank == 0:
         rate = settings["batch"] * settings["accumulate"] * world / seconds
         flops = unet_flops(denoiser.unet.config, timed.shape, TextEncoder.MAX_LENGTH)
-        told = "model size batch accumulate dtype kernels channels_last grad_checkpoint".split()
+        told = "model size batch accumulate dtype kernels channels_last grad_checkpoint lora lora_targets".split()
         print(json.dumps({
             "benchmark": "train", **{name: settings[name] for name in told}, "processes": world, "steps": steps,
             "data": "loader" if loader else "synthetic", "shapes": shapes, "graphs": graphs,
             "images_per_s": round(rate, 2), "ms_per_step": round(seconds * 1e3, 2),
             **{f"{name}_ms": None if value is None else round(value, 2) for name, value in parts.items()},
             "first_step_s": round(first_step, 2), "gradients_by": shared and type(shared.way).__name__,
-            **benchmark_facts(device, rate / world * 3 * flops), "peak_GiB": peak_gib,
+            **benchmark_facts(device, rate / world * passes(settings) * flops), "peak_GiB": peak_gib,
         }))  # fmt: skip
     if world > 1:
         del timed  # as at the end of training: DDP goes before the group

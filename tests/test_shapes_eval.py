@@ -86,11 +86,11 @@ def test_check_tells_a_bad_measure(monkeypatch):
     assert good and set(results) == {"drawn", "soft", "shuffled", "noise"}
     assert 0.1 < results["shuffled"]["shape"] < 0.45 and results["shuffled"]["all"] < 0.05
     # a measure that agrees with every prompt is right on drawn pictures and not at chance on the others
-    monkeypatch.setattr(evaluate, "classify", lambda image: dict.fromkeys(evaluate.ATTRIBUTES, Agreeable()))
+    monkeypatch.setattr(evaluate, "classify", lambda image, shapes: dict.fromkeys(evaluate.ATTRIBUTES, Agreeable()))
     results, good = evaluate.check(20)
     assert results["drawn"]["all"] == 1 and not good
     # one that knows nothing is at chance, but not right on drawn pictures
-    monkeypatch.setattr(evaluate, "classify", lambda image: dict.fromkeys(evaluate.ATTRIBUTES))
+    monkeypatch.setattr(evaluate, "classify", lambda image, shapes: dict.fromkeys(evaluate.ATTRIBUTES))
     assert not evaluate.check(20)[1]
 
 

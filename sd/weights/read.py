@@ -11,6 +11,7 @@ import torch
 
 from sd.errors import InputError
 from sd.files import read_json, sha256
+from sd.lora import from_tensors, merged
 from sd.weights import prediction as told
 from sd.weights.configs import (
     CLIP_TEXT_SETTINGS,
@@ -128,6 +129,14 @@ def load_text_encoder(
     if read_json(path / "config.json").get("model_type") in ("clip_text_model", "clip"):
         return load_clip_folder(path, tokenizer)
     return with_tokenizer(path, TextEncoder.from_pretrained(str(path)), tokenizer)
+
+
+def named_text_encoder(name: str) -> TextEncoder:
+    """The text encoder that a run names: a transformers folder's, a hub name's, or a whole model's at a local path."""
+    path = Path(name)
+    if path.is_file() or any((path / part).exists() for part in ("model.json", "checkpoints", "model_index.json")):
+        return open_model(path).text_encoder()
+    return TextEncoder.from_pretrained(name)
 
 
 def text_encoder_from_file(
@@ -276,6 +285,37 @@ def newest_checkpoint(run: Path) -> Path:
     raise InputError(f"a whole checkpoint was wanted in {run / 'checkpoints'}, found {problems[:3] or 'none'}")
 
 
+def is_gone(path: str) -> bool:
+    """Whether nothing is at a local path; a hub name is not gone."""
+    return Path(path).is_absolute() and not Path(path).exists()
+
+
+def base_gone(folder: Path, path: str) -> str:
+    """What to say of a checkpoint whose adapter belongs to weights that are not there any more."""
+    return (
+        f"the adapter of {folder} belongs to the weights of {path}, and nothing is there: put that model back, or for "
+        'training name it with --init_from (model.json keeps its path under "base")'
+    )
+
+
+def base_differs(folder: Path, path: str) -> str:
+    """And of one at whose path others are."""
+    return (
+        f"the adapter of {folder} belongs to other weights than those that are at {path} now (their hashes differ): "
+        "put back the model that it was trained on"
+    )
+
+
+def open_base(folder: Path, base: dict) -> Model:
+    """The model that a checkpoint's adapter belongs to. InputError if it is gone or has other weights."""
+    if is_gone(base["path"]):
+        raise InputError(base_gone(folder, base["path"]))
+    model = open_model(base["path"], weights=base["weights"])
+    if weights_hash(model.tensors()) != base["hash"]:
+        raise InputError(base_differs(folder, base["path"]))
+    return model
+
+
 def open_checkpoint(folder: Path, weights: str, prediction=None, zero_terminal_snr=None, tokenizer=None) -> Model:
     values = read_json(folder / "model.json")
     if values.get("format") != "checkpoint-1":
@@ -289,8 +329,14 @@ def open_checkpoint(folder: Path, weights: str, prediction=None, zero_terminal_s
     name, which = "unet_ema.safetensors" if weights == "ema" else "unet.safetensors", f"{WORDS[weights]} weights"
     if only := values.get("weights"):  # of a model that was written to paint with, which has one UNet
         name, which = "unet.safetensors", f"{WORDS[only]} weights (it has no others)"
-    tensors, metadata = read_tensors(folder / name)
-    tensors = fit_unet(folder / name, config, tensors)
+    adapters, remark = {}, ""
+    if base := values.get("base"):
+        file, base = folder / f"lora{'_ema' * (weights == 'ema')}.safetensors", open_base(folder, base)
+        adapters, metadata, remark = from_tensors(read_tensors(file)[0], file), {}, f"an adapter beside {base.found}"
+        unet_tensors = merged(base.tensors(), adapters, "unet")
+    else:
+        tensors, metadata = read_tensors(folder / name)
+        unet_tensors = fit_unet(folder / name, config, tensors)
 
     def load_own_vae():
         if isinstance(vae, str):
@@ -307,7 +353,9 @@ def open_checkpoint(folder: Path, weights: str, prediction=None, zero_terminal_s
         if (own / TEXT_FILE).is_file():
             encoder = load_int8_folder(own)
         else:
-            encoder = TextEncoder.from_pretrained(str(own) if own.is_dir() else text)
+            encoder = named_text_encoder(str(own) if own.exists() else text)
+        if any(name.startswith("text_encoder.") for name in adapters):
+            encoder.model.load_state_dict(merged(encoder.model.state_dict(), adapters, "text_encoder"))
         return of_length(with_tokenizer(own if own.is_dir() else text, encoder, tokenizer), values.get("text_length"))
 
     facts = [(schedule.prediction, schedule.config["zero_terminal_snr"], "model.json")]
@@ -318,9 +366,10 @@ def open_checkpoint(folder: Path, weights: str, prediction=None, zero_terminal_s
             f"{folder}: a checkpoint of this project (preset {values.get('preset')}), {which}",
             says,
             int8_remark(metadata),
+            remark,
         ),
         unet_config=config,
-        tensors=lambda: tensors,
+        tensors=lambda: unet_tensors,
         vae=load_own_vae,
         text_encoder=load_own_text_encoder,
         schedule=schedule,
