@@ -339,7 +339,7 @@ def adapter_config(file: Path, metadata: dict) -> dict:
     else:
         try:
             values = json.loads(metadata.get("lora_adapter_metadata", "{}"))
-        except ValueError:
+        except (ValueError, RecursionError):
             values = None
         if not isinstance(values, dict):
             raise InputError(f"{file} wants a JSON object as its lora_adapter_metadata, found something else")
