@@ -25,6 +25,7 @@ from binding import rebind
 import sd.page
 import sd.report
 import SD_Run
+from sd.diagnosis.findings import HEALTHY_RUNS, LOOK, Finding, as_rows
 from sd.errors import InputError
 from sd.output import save_png
 from sd.page import beside, curves, document, escape, heat, pictures, section, short, slider, table, thin, ticks
@@ -340,8 +341,11 @@ def long_run(tmp_path_factory, run_folder) -> Path:
                 file.write(json.dumps(row) + "\n")
     with open(out / "evaluation.jsonl", "w") as file:
         for i in range(20):
-            file.write(json.dumps(dict(step=5000 * i + 5000, protocol="FD of pixels", fd=90.0 - i)) + "\n")
-    (out / "doctor.jsonl").write_text(json.dumps(dict(step=41_000, finding="waiting <for> data", certain=True)) + "\n")
+            for weights in ("ema", "live"):
+                row = dict(step=5000 * i + 5000, weights=weights, extractor="pixels", fd=90.0 - i, checkpoint=f"c{i}")
+                file.write(json.dumps(row | dict(protocol="ab12", result=f"r{i}")) + "\n")
+    found = Finding("data", "latents", LOOK, "a <mean> of 3", "encode again")
+    (out / "doctor.json").write_text(json.dumps({"source": "run", "findings": as_rows([found])}))
     shutil.rmtree(out / "samples"), (out / "samples").mkdir()
     grids = [np.asarray(noise(24, seed).resize((520, 280), Image.Resampling.BICUBIC)) for seed in range(3)]
     for i, picture in enumerate(grids):
@@ -365,8 +369,11 @@ def test_a_long_run_has_a_small_page_in_seconds(long_run, capsys):
     assert len(page.all("img")) == 100 + 2  # grids, maps
     charts = {s[0]: s for d in page.data if "series" in d for s in d["series"]}
     assert max(charts["gradient norm"][3]) == 41.5  # the spike of one line in 10,000
-    assert all(len(s[2]) < 700 for s in charts.values()) and charts["FD of pixels"][3][-1] == 71
-    assert "tokens_per_s" in charts and "waiting <for> data" in page.text and "yes" in page.text.split()
+    assert all(len(s[2]) < 700 for s in charts.values()) and charts["pixels, ema"][3][-1] == 71
+    assert "tokens_per_s" in charts and len(charts["pixels, live"][2]) == 20
+    words = " ".join(page.text.split())
+    assert f"{LOOK} data latents a <mean> of 3 encode again 0 of {HEALTHY_RUNS}" in words
+    assert "oscillation" in words.partition("rules found nothing, or had nothing to judge by")[2]
     numbers = key_numbers(read_run(long_run))
     assert numbers["lowest held-out loss"] == pytest.approx(0.1455) and numbers["its step"] == 100_000
     seconds = 25_000 * 256 / numbers["images/s"]

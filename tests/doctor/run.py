@@ -220,7 +220,7 @@ BROKEN = {
     "overtrained": (["overtraining"], dict(source="few", max_steps=480), None, None, []),
     "learned by heart": (["learned by heart"], dict(source="four", max_steps=400), None, None, []),
     "one picture for all": (["pictures differ"], dict(source="one"), None, None, []),
-    "zeros as the null condition": (["null condition"], dict(drop=0.2), zeros_for_null, None, []),
+    "zeros as the null condition": (["null condition"], dict(drop=0.3, max_steps=500), zeros_for_null, None, []),
     "no caption dropout": (["caption dropout"], dict(drop=0), None, None, []),
     "all captions dropped": (["caption dropout", "text"], dict(drop=1), None, None, []),
     "said to predict noise, predicts v": (["prediction"], dict(prediction="v"), None, told(prediction="epsilon"), []),
@@ -296,7 +296,7 @@ def all_in_forks(jobs: dict, workers: int, root: Path) -> set[str]:
 
 def accused(path: Path, verdict: str | None = None) -> dict[str, str]:
     """Rules of a report that accuse (with this verdict), and their evidence."""
-    rows = json.loads(path.read_text())["findings"]
+    rows = json.loads(path.read_text())
     wanted = [verdict] if verdict else ["broken", "look here"]
     return {r["rule"]: r["evidence"] for r in rows if r["verdict"] in wanted}
 
