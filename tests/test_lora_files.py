@@ -446,6 +446,11 @@ def test_peft_folders_whose_base_is_another_are_refused(base, tmp_path):
         (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "lora_alpha": 2} | values))
         with pytest.raises(InputError, match=words):
             read_lora(str(tmp_path), base)
+    for values in ({"lora_alpha": "8"}, {"lora_alpha": float("nan")}, {"alpha_pattern": ["to_q"]},
+                   {"alpha_pattern": {"(": 2}}, {"alpha_pattern": {"to_q": [1]}}):  # fmt: skip
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"} | values))
+        with pytest.raises(InputError, match="alpha(_pattern)? wants"):
+            read_lora(str(tmp_path), base)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4}))
     assert next(iter(read_lora(str(tmp_path), base).changes.values())).scale == 2  # PEFT's alpha where none is named: 8
 

@@ -339,7 +339,7 @@ def adapter_config(file: Path, metadata: dict) -> dict:
     else:
         try:
             values = json.loads(metadata.get("lora_adapter_metadata", "{}"))
-        except ValueError:
+        except (ValueError, RecursionError):
             values = None
         if not isinstance(values, dict):
             raise InputError(f"{file} wants a JSON object as its lora_adapter_metadata, found something else")
@@ -383,13 +383,17 @@ def peft_alpha(module: str, rank: int, config: dict, base: Base) -> float | None
     def told(key: str):
         return config.get(f"{part}.{key}", config.get(key))
 
-    alpha = told("lora_alpha")
-    for pattern, value in (told("alpha_pattern") or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", name):
-            alpha = value
-            break
+    alpha, patterns = told("lora_alpha"), told("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise ValueError(f"alpha_pattern wants numbers by name, found {patterns!r}")
+    try:
+        alpha = next((v for pattern, v in patterns.items() if re.fullmatch(rf"(.*\.)?({pattern})", name)), alpha)
+    except re.error as e:
+        raise ValueError(f"alpha_pattern wants regular expressions ({e})") from None
     if alpha is None:
         return None
+    if type(alpha) not in (int, float) or not math.isfinite(alpha):
+        raise ValueError(f"lora_alpha wants a number, found {alpha!r}")
     return float(alpha) * (rank**0.5 if told("use_rslora") else 1.0)
 
 
