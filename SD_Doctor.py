@@ -1,8 +1,8 @@
 """Says why a training fails: looks at a run, a checkpoint or any SD 1.x model, and changes nothing.
 
-    python SD_Doctor.py runs/1_broad                                       # what logs, data and weights tell, in seconds
-    python SD_Doctor.py runs/1_broad --deep --out doctor.html              # also runs the network, and paints
-    python SD_Doctor.py model.safetensors --json verdicts.json             # a model alone, from elsewhere
+    python SD_Doctor.py runs/1_broad                                 # what logs, data and weights tell, in seconds
+    python SD_Doctor.py runs/1_broad --deep --out doctor.html        # also runs the network, and paints
+    python SD_Doctor.py model.safetensors --json verdicts.json       # a model alone, from elsewhere
     python SD_Doctor.py model.safetensors --deep --dataset data/x/dataset --latents data/x/latents
 
 Each verdict is 'well', 'look here' or 'broken', with what was measured, how often the rule accuses healthy runs
@@ -32,7 +32,8 @@ def parse_args(argv=None):
     p = parser(__doc__)
     g = p.add_argument_group("what to look at")
     g.add_argument("SOURCE", help="run folder, checkpoint, or any SD 1.x file or folder")
-    g.add_argument("--deep", action="store_true", help="run the network too, and paint: seconds for a small one, minutes "
+    g.add_argument("--deep", action="store_true", help="run the network too, and paint: seconds for a small one, "
+                   "minutes "
                    "on a GPU for the full one")  # fmt: skip
     g.add_argument("--data_root", help="where the sources lie (default: where the run found them)")
     g.add_argument("--data", help="sources below it (default: the run's)")
@@ -50,7 +51,8 @@ def parse_args(argv=None):
 
     g = p.add_argument_group("what to write")
     g.add_argument("--out", metavar="PAGE.html", help="the report as a page (default: none)")
-    g.add_argument("--json", metavar="FILE", help="the report for programs (default: none)")
+    g.add_argument("--json", metavar="FILE", help="the report for programs, a list; in a run's folder, under the name "
+                   "doctor.json, it is on the run's page too (default: none)")  # fmt: skip
     return p.parse_args(argv)
 
 
@@ -73,7 +75,7 @@ def main(argv=None):
     title = f"SD_Doctor on {args.SOURCE}"
     print(in_lines(title, found))
     if args.json:
-        atomic_write(Path(args.json), json.dumps({"source": args.SOURCE, "findings": as_rows(found)}, indent=1))
+        atomic_write(Path(args.json), json.dumps(as_rows(found), indent=1))
     if args.out:
         atomic_write(Path(args.out), as_page(title, found))
 

@@ -30,7 +30,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from sd.bulk import Painting, check_painting, paint_folder, prompts_for
 from sd.cli import parser
 from sd.device import DTYPES, Place, find_ranks, pick_device, usual_dtype
 from sd.errors import InputError, run
@@ -39,6 +38,7 @@ from sd.features import PictureSet, features_of, scan, text_features, together
 from sd.files import make_writable, read_json, write_json
 from sd.log import append_json, plot_run, read_rows
 from sd.measures_check import check
+from sd.painted import Painting, check_painting, paint_folder, prompts_for
 from sd.pictures import check_side
 from sd.protocol import FORMAT, MEASURES, choose_measures, compare, digest, label, measure, protocol_of, warnings_of
 from sd.samplers import SAMPLERS

@@ -4,12 +4,12 @@
     torchrun --nproc_per_node=2 SD_Train.py --phase laion_broad --data_root data --out runs/1_broad    # two GPUs
     torchrun --nproc_per_node=2 SD_Train.py --phase laion_hq --data_root data --out runs/2_hq --init_from runs/1_broad
     torchrun ... (the same command) --resume                                                # go on after any stop
-    python SD_Train.py --phase demo --pictures my_cat --init_from runs/demo --out runs/cat           # your own pictures
+    python SD_Train.py --phase finetune --pictures my_cat --init_from model.safetensors --out runs/cat
     python SD_Train.py --phase 1 --data_root data --dry_run                                 # what would be done
     python SD_Train.py --phase 1 --benchmark 200                                            # speed on this card
 
 On several machines, start the same torchrun line on each with --nnodes, --node_rank and --rdzv_endpoint, or one process
-a GPU with srun, MASTER_ADDR and MASTER_PORT being set.
+a GPU with srun; slurm/train.sbatch is a job that goes on by itself when its time is over.
 
 What is random about a sample (its place in the epoch, noise, timestep, caption drop) is a function of the seed and of
 the sample's global position alone, so that ranks x batch x accumulation can be cut in any way, and a run killed at any
@@ -63,6 +63,7 @@ from sd.setup import (
     text_for,
     vae_of_latents,
 )
+from sd.slurm import SIGNALS, UNFINISHED
 from sd.speed import TRACED, train_benchmark, warm_up_steps
 from sd.step import MicroSteps, Update, peak_memory, wrap
 from SD_Model import PRESETS, NoiseSchedule, count_parameters
@@ -129,6 +130,7 @@ DEFAULTS = dict(
     pictures=None, captions=None, caption=None, caption_encoding=None, regularise=None, index=None, strict=False,
     where=None, balance=None, val_fraction=None, window=0, images=None,
     crop_scale=None, crop_aspect=None, flip=False, jitter=0.0, workers=None, picture_memory=4.0,
+    cache=None, cache_gib=50.0,
     health_steps=200,
 )  # fmt: skip
 # What a phase changes of them. These phases go on from a model that is there.
@@ -141,12 +143,13 @@ CHANGEABLE = set(
     "dataset latents data_root dataset_name vae text_encoder tokenizer max_steps minutes epochs lr batch accumulate "
     "grad_checkpoint kernels compress_gradients peer_copies dtype channels_last save_steps keep_last keep_every "
     "val_steps val_images sample_steps sample_prompts sample_cfg log_steps max_skipped wandb "
-    "pictures captions index strict images workers picture_memory health_steps".split()
+    "pictures captions index strict images workers picture_memory cache cache_gib health_steps".split()
 )
 TOO_MANY_SKIPPED = (
     "error: {} steps in a row had gradients that are not finite; look for NaN in the latents, lower --lr, or go on "
     "from an older checkpoint with --resume PATH"
 )
+SAVE_FAILED = "error: the last checkpoint could not be written; free some disk and run again with --resume"
 
 
 def parse_args(argv=None) -> argparse.Namespace:
@@ -217,9 +220,12 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--window", type=int, help="tars that are shuffled together, for disks that want to read in one "
                    "place; 0: all")  # fmt: skip
     g.add_argument("--index", metavar="DIR", help="folder of the index (default: .index beside tars and pictures)")
+    g.add_argument("--cache", metavar="DIR", help="folder for tars that --pictures names by https://, http:// or "
+                   "pipe:COMMAND (default: none)")  # fmt: skip
+    g.add_argument("--cache_gib", type=float, metavar="GIB", help="that these may take")
     g.add_argument("--strict", help="refuse tars that are cut or missing, and pictures that cannot be used", **on)
-    g.add_argument("--workers", type=int, help="threads that decode, and processes that index (default: a core each, "
-                   "up to 16)")  # fmt: skip
+    g.add_argument("--workers", type=int, help="of each process: threads that decode, and processes that index "
+                   "(default: as many as cores, up to 16)")  # fmt: skip
     g.add_argument("--picture_memory", type=float, metavar="GIB", help="of latents, or decoded pictures, kept by each "
                    "process")  # fmt: skip
 
@@ -307,6 +313,12 @@ def parse_args(argv=None) -> argparse.Namespace:
                    "are named, and stop (default: train)")  # fmt: skip
     g.add_argument("--trace", metavar="FILE", help="of --benchmark: write a trace of three more steps, in Chrome's "
                    "format (default: none)")  # fmt: skip
+
+    g = p.add_argument_group("several machines")
+    g.add_argument("--requeue_signal", choices=SIGNALS, help="save and stop at this signal too, and end with status "
+                   f"{UNFINISHED} when a signal stopped the run, for slurm/train.sbatch (default: none)")  # fmt: skip
+    g.add_argument("--timeout", type=float, help="seconds that processes wait for each other (default: 600 with GPUs, "
+                   "else 1800)")  # fmt: skip
     return p.parse_args(argv)
 
 
@@ -394,9 +406,7 @@ def resolve(args, saved: dict | None) -> dict:
         )
     if (settings["dataset"] is None) != (settings["latents"] is None):
         raise InputError("--dataset and --latents name one source together: give both, or --data_root alone")
-    check_settings(settings)
-    if given := [n for n in ("data", "dataset", "data_root") if settings["pictures"] and getattr(args, n) is not None]:
-        raise InputError(f"--pictures and --{given[0]} both say what to train on: give one of them")
+    check_settings(settings, {name for name, value in vars(args).items() if value is not None})
     if settings["dataset"] is not None and args.dataset_name is not None:
         raise InputError("--dataset_name is of sources below --data_root: drop it, or --dataset and --latents")
     return settings
@@ -456,21 +466,21 @@ def loader_of(data: Data, plan: Plan, settings: dict, null_ids, timesteps: int, 
     return Prefetcher(batch_at, positions, place.device)
 
 
-def stop_on_signals() -> threading.Event:
-    """Set by SIGTERM and Ctrl-C. The first asks for a save at the next step boundary; later ones change nothing, so
+def stop_on_signals(stop: threading.Event, *signals: signal.Signals):
+    """Let these signals set `stop`. The first asks for a save at the next step boundary; later ones change nothing, so
     that none can break the save."""
-    stop = threading.Event()
-    for s in (signal.SIGTERM, signal.SIGINT):
+    for s in signals:
         signal.signal(s, lambda *_: stop.set())
-    return stop
 
 
 def main(argv=None):
-    args = parse_args(argv)
+    args, stop = parse_args(argv), threading.Event()
+    if args.requeue_signal:  # heard from here on, as it ends a process that does not expect it
+        stop_on_signals(stop, signal.Signals[f"SIG{args.requeue_signal}"])
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     disable_progress_bar()  # of transformers, whose bars would break ours
     out = Path(args.out or f"runs/{phase_named(args.phase)}")
-    place = setup_device(args.device)
+    place = setup_device(args.device, args.timeout)
     device, rank, world, local = place
     say = print if place.first else lambda *a, **k: None
 
@@ -542,11 +552,13 @@ def main(argv=None):
         f"UNet {count_parameters(unet)[1]:,} parameters; "
         f"{device}, {settings['dtype']}; from step {progress.step:,}")  # fmt: skip
 
-    stop, peak = stop_on_signals(), peak_flops(device)
+    peak = peak_flops(device)
+    stop_on_signals(stop, signal.SIGTERM, signal.SIGINT)
     flops = passes(settings) * mean_flops(unet.config, data.train) if peak else None
     loader, course = loader_of(*sampled, plan.first, plan.end), Course(plan, settings, progress.seconds)
     bar = tqdm(total=None if course.limit else plan.total, initial=plan.first, disable=not place.first, unit="step",
                dynamic_ncols=True, mininterval=1.0)  # fmt: skip
+    stopping = False
     try:
         while progress.step < plan.end and not course.over(progress.step):
             # One optimizer step: the gradients of the mean loss over the global batch, however it is cut.
@@ -632,15 +644,17 @@ def main(argv=None):
         elif not folder.saver.failed_last:
             images = progress.step * plan.global_batch
             say(f"done: {progress.step:,} steps, {images:,} images; {out}/checkpoints/step_{progress.step:08d}")
+    failed = sum_over_ranks(int(folder is not None and folder.saver.failed_last), device, world)  # all wait here
     if world > 1:
-        dist.barrier()
         # DDP goes first. Were it the group's last owner, its destructor would wait, with Python's lock in hand, for
         # gloo's threads, and these sometimes wait for that lock (seen with torch 2.13).
         del model, micro_steps
         gc.collect()
         dist.destroy_process_group()
-    if folder and folder.saver.failed_last:
-        raise SystemExit("error: the last checkpoint could not be written; free some disk and run again with --resume")
+    if failed:
+        raise SystemExit(SAVE_FAILED if folder else 1)
+    if args.requeue_signal and stopping and progress.step < plan.end and not course.over(progress.step):
+        raise SystemExit(UNFINISHED)
 
 
 if __name__ == "__main__":

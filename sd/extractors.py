@@ -17,7 +17,7 @@ from PIL import Image
 
 from sd.errors import InputError, reading
 from sd.files import read_json, sha256
-from sd.weights.tensors import read_tensors
+from sd.weights.tensors import read_tensors, tensors_only
 
 KINDS = {  # what --extractor may name, and what comes of it
     "efficientnet-lite0": "ImageNet features of a small network from requirements-data.txt, without a download",
@@ -107,10 +107,19 @@ def normalised(network: Callable, mean, std, device) -> Callable:
 def load(network: torch.nn.Module, path: Path, device, ignore: str = "\0") -> torch.nn.Module:
     """The network with a file's weights, every one of them, for inference. InputError if any is missing or left over:
     none may stay random. ignore: the end of names of buffers that are not weights."""
-    tensors = read_tensors(path)[0]
-    tensors = {k: v for k, v in tensors.get("state_dict", tensors).items() if not k.endswith(ignore)}
-    with reading(f"{path} as {type(network).__name__}", "give the weights of this very network"):
-        network.load_state_dict(tensors)
+    content = read_tensors(path)[0]
+    nested = content.get("state_dict")
+    tensors = tensors_only(nested if isinstance(nested, dict) else content)
+    tensors = {k: v for k, v in tensors.items() if not k.endswith(ignore)}
+    wanted = network.state_dict()
+    wrong = [f"missing {k}" for k in wanted if k not in tensors] + [f"unknown {k}" for k in tensors if k not in wanted]
+    wrong += [f"another shape of {k}" for k, v in tensors.items() if k in wanted and v.shape != wanted[k].shape]
+    if wrong:
+        raise InputError(
+            f"{path} has not the weights of {type(network).__name__} ({', '.join(wrong[:5])}; {len(wrong)} differences)"
+            ": give those of this very network"
+        )
+    network.load_state_dict(tensors)
     return network.to(device).requires_grad_(False).eval()
 
 
@@ -196,17 +205,20 @@ def torch_fidelity_module(name: str) -> types.ModuleType:
 def inception(rest: str, device) -> Extractor:
     """Inception v3 of 2015, 2,048 features behind its last pooling, by torch-fidelity: what FID and KID are made of."""
     path = file_of(rest)
-    digest, state = sha256(path), read_tensors(path)[0]
+    digest = sha256(path)
     module = torch_fidelity_module("feature_extractor_inceptionv3")
+    network = module.FeatureExtractorInceptionV3
     # Its own loading would unpickle whatever the file holds, and its network takes bytes: here it gets resized floats,
     # which it leaves as they are.
-    module.load_state_dict_from_url, module.vassert = (lambda *_, **__: state), (lambda *_: None)
-    with reading(f"{path} as torch-fidelity's Inception", "give weights-inception-2015-12-05-6726825d.pth"):
-        network = module.FeatureExtractorInceptionV3("inception", ["2048"]).to(device)
+    module.load_state_dict_from_url, module.vassert = (lambda *_, **__: {}), (lambda *_: None)
+    network.load_state_dict = lambda self, state: None
+    net = network("inception", ["2048"])
+    del network.load_state_dict
+    load(net, path, device)
     published = digest.startswith(FID_WEIGHTS)
     name = "inception-2015-12-05" if published else f"inception with the weights {digest[:8]}"
     return Extractor(
-        name, digest, 299, "tf1_bilinear", lambda x: network(x)[0], device, inception=published,
+        name, digest, 299, "tf1_bilinear", lambda x: net(x)[0], device, inception=published,
         packages=versions("torch-fidelity"), shrink=module.interpolate_bilinear_2d_like_tensorflow1x,
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -184,6 +185,17 @@ def read_json(path: str | Path) -> dict:
 def write_json(path: str | Path, content: dict) -> None:
     """Writes a JSON object, whole."""
     atomic_write(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_json_once(path: Path, content: dict):
+    """Writes a JSON object, whole, unless the file is there: of several processes that try, one succeeds."""
+    if not path.exists():
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp") as file:
+            file.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)
+            link(file.name, path)
 
 
 def write_manifest(folder: str | Path, manifest: dict) -> None:

@@ -48,9 +48,10 @@ from sd.folders import IMAGE_EXTENSIONS, is_hidden, is_picture
 from sd.locks import Locks
 from sd.metadata import metadata_value
 from sd.pictures import Header, Reject, read_header
+from sd.remote import Remote, is_remote
 from sd.shards import CAPTION_EXTENSIONS, iter_members, key_fraction, source_of
 from sd.text import clean_text
-from sd.where import COLUMN, NUMBER, TEXT
+from sd.where import COLUMN, NUMBER, TEXT, Where
 from sd.workers import parallel, progress
 
 FORMAT = "pictures-1"  # another one: all parts are indexed anew
@@ -81,6 +82,7 @@ class Part(NamedTuple):
     made_from: dict  # format, stamps and settings: if they are others, the part is indexed anew
     files: list[tuple[str, str | None, dict | str | None]] | None  # file, caption, fields or .json; None: a tar
     captions: Captions
+    remote: Remote | None = None  # where the tar comes from; path is where it lies there
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -106,13 +108,21 @@ def expand_braces(word: str) -> list[str]:
     return [f"{word[: match.start()]}{choice}{end}" for choice in choices for end in rest]
 
 
-def find_parts(text: str, captions: Captions, index: Path | None, left_out: Counter) -> list[Part]:
-    """The parts that --pictures names: folders, tars, lists, with braces and globs, parted by commas. What is passed
+def find_parts(
+    text: str, captions: Captions, index: Path | None, left_out: Counter, cache: tuple[Path, float] | None = None
+) -> list[Part]:
+    """The parts that --pictures names: folders, tars, lists, with braces and globs, and tars of servers and commands,
+    which go into the folder `cache` of so many bytes; parted by commas. What is passed
     over is counted in left_out; missing_tar are those that braces name and that are not there. InputError if a word
     names nothing, or two parts would give their pictures the same keys."""
     tars, parts = [], []
-    for word in re.findall(r"(?:[^,{]|\{[^}]*\})+", text):
+    for word in [text] if Path(text).exists() else re.findall(r"(?:[^,{]|\{[^}]*\})+", text):
         word, names = word.strip(), expand_braces(word.strip())
+        if is_remote(word):
+            if cache is None:
+                raise InputError(f"--cache wants a folder for the tars that are got, as of {names[0]}")
+            parts += [_remote_part(Remote(name, *cache), captions, index) for name in names]
+            continue
         if len(names) == 1 and glob.has_magic(word) and not Path(word).exists():
             names = sorted(glob.glob(word, recursive=True))
         there = [Path(name) for name in names if Path(name).exists()]
@@ -154,6 +164,13 @@ def _tar_part(tar: Path, captions: Captions, index: Path | None) -> Part:
     made_from = {"format": FORMAT, **stamp(tar), "template": captions.template, "encoding": captions.encoding}
     prefix = f"{source_of(tar)}/{tar.stem}"
     return Part(_index_file(tar, tar.parent, index), prefix, tar, made_from, None, captions)
+
+
+def _remote_part(remote: Remote, captions: Captions, index: Path | None) -> Part:
+    made_from = {"format": FORMAT, "address": remote.address, "template": captions.template,
+                 "encoding": captions.encoding}  # fmt: skip
+    place, name = (index or remote.folder / ".index") / f"{remote.place}.parquet", remote.name
+    return Part(place, f"{source_of(name)}/{name.stem}", name, made_from, None, captions, remote)
 
 
 def _folder_parts(folder: Path, captions: Captions, index: Path | None, left_out: Counter) -> list[Part]:
@@ -308,11 +325,11 @@ def _json_of(data: bytes | None, counts: Counter) -> dict:
     return metadata
 
 
-def _tar_rows(part: Part, counts: Counter, rejected: list) -> list[dict]:
+def _tar_rows(part: Part, tar: Path, counts: Counter, rejected: list) -> list[dict]:
     """The rows of a tar's pictures, in its order, whether or not a picture's files lie side by side."""
     samples, offsets, key = {}, {}, None
     try:
-        for name, data, offset in iter_members(part.path, counts):
+        for name, data, offset in iter_members(tar, counts):
             member = split_member(name)
             if is_hidden(name):
                 counts["hidden"] += is_picture(name)
@@ -393,7 +410,16 @@ def _file_rows(part: Part, counts: Counter, rejected: list) -> list[dict]:
 def index_part(part: Part) -> tuple[Path, int]:
     """Write a part's parquet file; returns its path and how many pictures it has."""
     counts, rejected = Counter(), []
-    rows = (_tar_rows if part.files is None else _file_rows)(part, counts, rejected)
+    about = {}
+    if part.files is not None:
+        rows = _file_rows(part, counts, rejected)
+    elif part.remote is None:
+        rows = _tar_rows(part, part.path, counts, rejected)
+    else:
+        descriptor = part.remote.open()
+        rows = _tar_rows(part, Path(f"/dev/fd/{descriptor}"), counts, rejected)  # others may want its room meanwhile
+        about["bytes"] = os.fstat(descriptor).st_size
+        os.close(descriptor)
     names = sorted({name for row in rows for name in row if name[:2] in COLUMN.values()})
     schema = [
         ("key", pa.string()),
@@ -403,7 +429,7 @@ def index_part(part: Part) -> tuple[Path, int]:
         ("fraction", pa.float64()),
     ]
     schema += [(name, pa.float64() if name.startswith(COLUMN[NUMBER]) else pa.string()) for name in names]
-    about = {"made_from": part.made_from, "rejects": counts, "rejected": rejected[:SHOWN], "pictures": len(rows)}
+    about |= {"made_from": part.made_from, "rejects": counts, "rejected": rejected[:SHOWN], "pictures": len(rows)}
     table = pa.Table.from_pylist(rows, pa.schema(schema, metadata={"index": json.dumps(about)}))
     with atomic_path(part.index) as temporary:
         pq.write_table(table, temporary, compression="zstd")
@@ -434,7 +460,8 @@ def build_index(parts: list[Part], workers: int, say) -> None:
             continue
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "writable.tmp").touch()
+            (folder / ".writable").touch()
+            (folder / ".writable").unlink(missing_ok=True)
         except OSError as error:
             raise InputError(
                 f"the index of the pictures was to lie in {folder}, which cannot be written ({error.strerror}): name "
@@ -467,34 +494,57 @@ def _released(locks: Locks, part: Part) -> bool:
 class Index(NamedTuple):
     """Pictures of all parts, in their order."""
 
-    table: pa.Table  # key, part (int32), offset, bytes, captions, fraction, and the columns asked for
+    table: pa.Table  # key, part (int32), offset, bytes, captions, fraction, and the columns asked for; as --where says
     rejects: Counter  # what the parts left out, by reason
     rejected: list[tuple[str, str]]  # keys and reasons, some of them
     fields: set[str]  # columns that a part has
+    got: list[int]  # bytes of each tar that is got from a server or a command
+    pictures: int  # before --where
+    lacking: int  # of these, without a field that --where names
 
 
-def read_index(parts: list[Part], columns: list[str]) -> Index:
-    """Of parts that are indexed. columns: of those n:NAME and t:NAME; null where a part has none."""
-    base = ["key", "offset", "bytes", "captions", "fraction"]
+def read_index(parts: list[Part], columns: list[str], where: Where | None = None) -> Index:
+    """Of parts that are indexed, the pictures that `where` is true of. columns: of n:NAME and t:NAME; null where a part
+    has none. InputError if no part has a field that `where` names."""
+    base = {"key": pa.large_string(), "offset": pa.int64(), "bytes": pa.int64(),
+            "captions": pa.large_list(pa.large_string()), "fraction": pa.float64()}  # fmt: skip
+    wanted = base | {name: pa.float64() if name.startswith(COLUMN[NUMBER]) else pa.large_string() for name in columns}
+    looked_at = {*columns, *(where.columns() if where else [])}
 
     def read(number: int):
         part = parts[number]
         about = told_by(part)
         with reading(part.index, "delete it and run the command again"):
             names = pq.read_schema(part.index).names
-            table = pq.read_table(part.index, columns=base + [name for name in columns if name in names])
+            table = pq.read_table(part.index, columns=[name for name in names if name in base or name in looked_at])
         if about is None or len(table) != about["pictures"]:
             raise InputError(f"{part.path} was changed while it was indexed: run the command again when it is finished")
-        return table.append_column("part", pa.array(np.full(len(table), number, np.int32))), about, names
+        lacking = 0
+        if where:
+            true, known = where.rows(table)
+            table, lacking = table.filter(pa.array(true)), int((~known).sum())
+        arrays = [
+            table[name].cast(kind) if name in names else pa.nulls(len(table), kind) for name, kind in wanted.items()
+        ]
+        table = pa.table(dict(zip(wanted, arrays)))
+        return table.append_column("part", pa.array(np.full(len(table), number, np.int32))), about, names, lacking
 
     with ThreadPoolExecutor(8) as pool:
-        tables, abouts, names = zip(*pool.map(read, range(len(parts))))
-    table = pa.concat_tables([t.replace_schema_metadata() for t in tables], promote_options="default")
+        tables, abouts, names, lacking = zip(*pool.map(read, range(len(parts))))
     rejects = Counter()
     for about in abouts:
         rejects.update(about["rejects"])
     rejected = [tuple(row) for about in abouts for row in about["rejected"]]
-    return Index(table, rejects, rejected, {name for own in names for name in own})
+    got, pictures = [about["bytes"] for about in abouts if "bytes" in about], sum(about["pictures"] for about in abouts)
+    fields = {name for own in names for name in own}
+    index = Index(pa.concat_tables(tables), rejects, rejected, fields, got, pictures, sum(lacking))
+    for name, column in zip(where.fields, where.columns()) if where and pictures else ():
+        if column not in fields:
+            raise InputError(
+                f"--where compares {name} with a {where.fields[name]}, and no picture has such a field; these are "
+                f"there: {field_names(index)}"
+            )
+    return index
 
 
 def field_names(index: Index) -> str:
@@ -506,7 +556,7 @@ def read_picture(part: Part, key: str, offset: int, length: int) -> bytes:
     """The file of one picture, by one read at its place. InputError if it is not there any more, or shorter."""
     path = part.path if part.files is None else part.path / key[len(part.prefix) + 1 :]
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = part.remote.open() if part.remote else os.open(path, os.O_RDONLY)
         try:
             data = os.pread(descriptor, length, offset)
         finally:

@@ -3,8 +3,6 @@
 import itertools
 import json
 import math
-import os
-import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -13,7 +11,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sd.errors import InputError
-from sd.files import atomic_path, atomic_write, link, make_folder, read_json, sha256, stamp, write_json
+from sd.files import (
+    atomic_path,
+    atomic_write,
+    make_folder,
+    read_json,
+    sha256,
+    stamp,
+    write_json,
+    write_json_once,
+)
 from sd.shards import FLIP
 from sd.stream import Batch
 
@@ -36,12 +43,7 @@ def open_folder(out: Path, settings: dict):
     if not path.exists():
         if strangers := [p.name for p in out.iterdir() if p.suffix in (".npy", ".parquet", ".json")]:
             raise InputError(f"{out} holds {strangers[0]} but no settings.json: give a new or empty folder as --out")
-        with tempfile.NamedTemporaryFile("w", dir=out, suffix=".tmp") as file:
-            file.write(json.dumps(settings, indent=1, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            link(file.name, path)
+        write_json_once(path, settings)
     old, new = read_json(path), json.loads(json.dumps(settings))
     old_vae, new_vae = old.get("vae", {}), new["vae"]
     for what, before, now in (

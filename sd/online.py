@@ -51,7 +51,7 @@ from SD_Model import PRESETS, TextEncoder, weights_hash
 
 ONLINE_FLAGS = (  # what decides how pictures are read and cut: of no use with cached latents
     "captions", "caption", "caption_encoding", "where", "balance", "val_fraction", "crop_scale", "crop_aspect", "flip",
-    "jitter", "window", "regularise", "index", "strict",
+    "jitter", "window", "regularise", "index", "strict", "cache",
 )  # fmt: skip
 
 MAX_GROUPS = 10_000  # values that --balance evens out
@@ -136,24 +136,33 @@ def read_range(flag: str, text: str | None, least: float, most: float) -> tuple[
     return numbers[0], numbers[-1]
 
 
-def check_settings(settings: dict):
-    """InputError unless the settings of pictures make sense, and go with each other."""
+def check_settings(settings: dict, given: set[str]):
+    """InputError unless the settings of pictures make sense, and go with each other. given: names of the flags that the
+    command line has."""
     if settings["pictures"] is None:
-        if given := [name for name in ONLINE_FLAGS if settings[name]]:
+        if useless := [name for name in ONLINE_FLAGS if settings[name]]:
             raise InputError(
-                f"--{given[0]} is of --pictures, which are cut anew each time they are shown; latents on disk were cut "
-                "when they were encoded (encode_latents.py has --crop, --flip and --buckets): give --pictures, or drop "
-                f"--{given[0]}"
+                f"--{useless[0]} is of --pictures, which are cut anew each time they are shown; latents on disk were "
+                "cut when they were encoded (encode_latents.py has --crop, --flip and --buckets): give --pictures, or "
+                f"drop --{useless[0]}"
             )
         return
+    if both := [name for name in ("data", "dataset", "data_root") if name in given]:
+        raise InputError(f"--pictures and --{both[0]} both say what to train on: give one of them")
+    for name in ("pictures", "regularise"):
+        if "pipe:" in (settings[name] or "") and name not in given:  # a run's folder may be somebody else's
+            raise InputError(f"--{name} of this run has a command: give that flag again, for commands are run only so")
     for flag, least, most in (("crop_scale", 0, 1), ("crop_aspect", 0, 10)):
         read_range(flag, settings[flag], least, most)
     if not 0 <= settings["jitter"] < 1:
         raise InputError(f"--jitter wants a number from 0 to below 1, found {settings['jitter']}")
     if settings["val_fraction"] is not None and not 0 <= settings["val_fraction"] < 1:
         raise InputError(f"--val_fraction wants a number from 0 to below 1, found {settings['val_fraction']}")
-    if settings["window"] < 0 or not 0 <= settings["picture_memory"] < math.inf:
-        raise InputError("--window wants a whole number from 0 up, and --picture_memory a number of GiB from 0 up")
+    if settings["window"] < 0:
+        raise InputError(f"--window wants a whole number from 0 up, found {settings['window']}")
+    for name in ("picture_memory", "cache_gib"):
+        if not 0 <= settings[name] < math.inf:
+            raise InputError(f"--{name} wants a number of GiB from 0 up, found {settings[name]}")
     if settings["latent_fraction"] != 1:
         raise InputError("--latent_fraction is of latents on disk: drop it, or choose among --pictures with --where")
     if settings["workers"] is not None:
@@ -225,9 +234,8 @@ class Pictures:
                  shape: tuple[int, int, int], cutting: Cut, settings: dict, pool, say):  # fmt: skip
         """table: rows of an Index, source after source; sizes: of the sources. shape: of a latent. pool: of the threads
         that decode, or None."""
-        large = pa.large_string()
-        self.keys = pa.chunked_array([_whole(table["key"].cast(large))], large)
-        captions = _whole(table["captions"].cast(pa.large_list(large)))
+        large, captions = pa.large_string(), _whole(table["captions"])
+        self.keys = pa.chunked_array([_whole(table["key"])], large)
         counts = pc.list_value_length(captions).to_numpy(zero_copy_only=False).astype(np.int64)
         self._texts, self.first = captions.flatten(), None
         firsts = self._texts
@@ -360,24 +368,6 @@ def _whole(column: pa.ChunkedArray) -> pa.Array:
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def chosen(index: Index, where: str | None, say) -> pa.Table:
-    """The rows of an index that --where is true of."""
-    if where is None:
-        return index.table
-    words = Where(where)
-    for name, column in zip(words.fields, words.columns()):
-        if column not in index.fields:
-            raise InputError(
-                f"--where compares {name} with a {words.fields[name]}, and no picture has such a field; these are "
-                f"there: {field_names(index)}"
-            )
-    true, known = words.rows(index.table)
-    lacking = int((~known).sum())
-    say(f"--where keeps {int(true.sum()):,} of {len(true):,} pictures; {lacking:,} lack a field that it names and are "
-        "left out")  # fmt: skip
-    return index.table.filter(pa.array(true))
-
-
 def held_out(table: pa.Table, share: float | None) -> np.ndarray:
     """Which rows are held out, bool [N]: those whose key has a hash below the share (None: by how many there are), and
     if there are two or more, at least the one of the lowest."""
@@ -431,23 +421,35 @@ def parse_regularise(text: str) -> tuple[str, float]:
     return name, weight
 
 
-def indexed(pictures: str, settings: dict, columns: list[str], workers: int, say) -> tuple[list[Part], Index]:
-    """The parts that --pictures or --regularise names, and what is in them; says, and with --strict refuses, what is
-    left out."""
+def indexed(pictures: str, settings: dict, columns: list[str], where, workers: int, say) -> tuple[list[Part], Index]:
+    """The parts that --pictures or --regularise names, and what is in them that `where`, a Where or None, is true of;
+    says, and with --strict refuses, what is left out."""
     captions = Captions(settings["caption"], settings["captions"] and Path(settings["captions"]),
                         settings["caption_encoding"])  # fmt: skip
     left_out = Counter()
-    parts = find_parts(pictures, captions, settings["index"] and Path(settings["index"]), left_out)
+    limit = settings["cache_gib"] * 2**30
+    cache = (Path(settings["cache"]).absolute(), limit) if settings["cache"] else None
+    parts = find_parts(pictures, captions, settings["index"] and Path(settings["index"]), left_out, cache)
     build_index(parts, workers, say)
-    index = read_index(parts, columns)
+    index = read_index(parts, columns, where)
     left_out.update(index.rejects)
     first = f"; the first: {index.rejected[0][0]} ({index.rejected[0][1]})" if index.rejected else ""
-    say(f"pictures: {len(index.table):,} in {pictures}; left out: {counted(left_out)}{first}")
+    say(f"pictures: {index.pictures:,} in {pictures}; left out: {counted(left_out)}{first}")
     faults = {reason: n for reason, n in left_out.items() if n and reason not in BENIGN}
-    if not len(index.table):
+    if where:
+        say(f"--where keeps {len(index.table):,} of {index.pictures:,} pictures; {index.lacking:,} lack a field that "
+            "it names and are left out")  # fmt: skip
+    if not index.pictures:
         raise InputError(
             f"no picture with a caption is in {pictures} (left out: {counted(left_out)}): put texts beside them, such "
             "as cat.txt of cat.jpg, or give --captions LIST or --caption TEXT"
+        )
+    if sum(index.got) > limit and not 0 < 2 * settings["window"] * max(index.got) <= limit:
+        most = max(1, int(limit / max(index.got) / 2))
+        raise InputError(
+            f"the {len(index.got):,} tars of {pictures} take {sum(index.got) / 2**30:.1f} GiB, and --cache_gib is "
+            f"{settings['cache_gib']:g}: raise it, or give --window W, with a W up to {most}, so that each tar is got "
+            "once an epoch"
         )
     if settings["strict"] and faults:
         raise InputError(f"--strict wants all of {pictures}, and this is left out: {counted(faults)}{first}")
@@ -488,19 +490,20 @@ def load_pictures(settings: dict, text_encoder: TextEncoder, place: Place, say) 
     latents = Latents(Encoder(vae, place.device, DTYPES[settings["dtype"]], pad_to=at_once), at_once)
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    workers = min(16, cores) if settings["workers"] is None else settings["workers"]
+    share = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # of this machine's processes
+    workers = min(16, share) if settings["workers"] is None else settings["workers"]
     pool = ThreadPoolExecutor(workers, "decode", lambda: cv2.setNumThreads(1)) if workers else None
-    columns = Where(settings["where"]).columns() if settings["where"] else []
+    where, columns = settings["where"] and Where(settings["where"]), []
     if settings["balance"]:
-        columns += [COLUMN[kind] + settings["balance"] for kind in (TEXT, NUMBER)]
+        columns = [COLUMN[kind] + settings["balance"] for kind in (TEXT, NUMBER)]
 
-    parts, index = indexed(settings["pictures"], settings, list(dict.fromkeys(columns)), workers, say)
-    table = chosen(index, settings["where"], say)
+    parts, index = indexed(settings["pictures"], settings, columns, where, workers, say)
+    table = index.table
     out = held_out(table, settings["val_fraction"])
     train, val = table.filter(pa.array(~out)), table.filter(pa.array(out))
     if not len(train):
         raise InputError(
-            f"no picture is left to train on ({len(val):,} are held out, {len(index.table):,} are in "
+            f"no picture is left to train on ({len(val):,} are held out, {index.pictures:,} are in "
             f"{settings['pictures']}): change --where or --val_fraction"
         )
     sizes, weights = [len(train)], None
@@ -509,7 +512,7 @@ def load_pictures(settings: dict, text_encoder: TextEncoder, place: Place, say) 
         weights = [1 / len(sizes)] * len(sizes)
     if settings["regularise"]:
         name, weight = parse_regularise(settings["regularise"])
-        others, more = indexed(name, settings, [], workers, say)
+        others, more = indexed(name, settings, [], None, workers, say)
         if same := {p.prefix for p in parts} & {p.prefix for p in others}:
             raise InputError(f"--regularise wants other pictures than --pictures, and both hold {same.pop()}")
         more = more.table.set_column(more.table.column_names.index("part"), "part",

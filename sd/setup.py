@@ -22,7 +22,8 @@ from sd.text import load_tokenizer, tokenizer_hash
 from sd.weights.read import (
     Model,
     base_differs,
-    check_base_there,
+    base_gone,
+    is_gone,
     load_vae,
     named_text_encoder,
     newest_checkpoint,
@@ -218,19 +219,24 @@ def open_base(args, denoiser: Denoiser, settings: dict, vae_hash: str, checkpoin
     """The weights that adapters stand beside, into a Denoiser: those of --init_from, or those that the checkpoint
     names, which must be the same. Returns what model.json says of them (path, hash of the UNet, 'live' or 'ema'), and
     the lineage that a new run continues."""
-    before = read_json(checkpoint / "model.json")["base"] if checkpoint else None
-    path = str(args.init_from or before["path"])
-    if before:
-        check_base_there(checkpoint, path)
-    elif (Path(path) / "checkpoints").is_dir():  # of which another may be the newest tomorrow
-        path = str(newest_checkpoint(Path(path)))
-    weights = before["weights"] if before else "live" if args.init_weights == "live" else "ema"
-    source = open_weights(path, weights, denoiser, settings["prediction"], vae_hash)
-    found = {"path": absolute(path), "weights": weights, "hash": weights_hash(denoiser.unet)}
-    if before and before["hash"] != found["hash"]:
-        raise InputError(base_differs(checkpoint, path))
+    if checkpoint is None:
+        weights, before = "live" if args.init_weights == "live" else "ema", None
+        folder = Path(args.init_from)  # of a run, another checkpoint may be the newest tomorrow
+        paths = [newest_checkpoint(folder) if (folder / "checkpoints").is_dir() else args.init_from]
+    else:
+        before = read_json(checkpoint / "model.json")["base"]
+        weights, paths = before["weights"], [p for p in (before["path"], args.init_from) if p and not is_gone(p)]
+        if not paths:
+            raise InputError(base_gone(checkpoint, before["path"]))
+    for path in paths:
+        source = open_weights(path, weights, denoiser, settings["prediction"], vae_hash)
+        found = {"path": absolute(str(path)), "weights": weights, "hash": weights_hash(denoiser.unet)}
+        if before is None or found["hash"] == before["hash"]:
+            break
+    else:
+        raise InputError(base_differs(checkpoint, paths[0]))
     say(source.found)
-    lineage = source.lineage.get("lineage") or [{"phase": "import", "path": str(path)}]
+    lineage = source.lineage.get("lineage") or [{"phase": "import", "path": found["path"]}]
     lineage[-1]["hash"] = found["hash"]
     return found, lineage
 

@@ -34,6 +34,7 @@ import sd.plan
 import sd.setup
 import sd.step
 import sd.weights.read
+import SD_Convert
 import SD_Model as M
 import SD_Train
 
@@ -548,6 +549,33 @@ def test_a_base_that_is_gone_or_another_is_refused_in_a_sentence(data, base, tmp
     train(data, tmp_path / "run", *more, "--resume", "--init_from", tmp_path / "moved")
     saved = json.loads((last(tmp_path / "run") / "model.json").read_text())["base"]
     assert saved["path"].startswith(str(tmp_path / "moved")) and last(tmp_path / "run").name == "step_00000002"
+
+
+def test_without_a_named_text_encoder_the_models_own_is_taken(data, base, whole, tmp_path):
+    """Of a run the one that it names; of a single file the one in it; of a run of adapters its own, adapted."""
+    file = tmp_path / "model.safetensors"
+    SD_Convert.main([str(base), str(file), "--format", "ldm", "--dtype", "fp32"])
+    for name, source in (("run", base), ("file", file), ("adapted", whole)):
+        out, own = tmp_path / name, sd.weights.read.open_model(source).text_encoder()
+        train(data, out, "--lora", 2, "--init_from", source, "--max_steps", 1, "--without", "text_encoder")
+        state = json.loads((last(out) / "state.json").read_text())
+        assert state["inputs"]["text encoder"] == M.weights_hash(own), name
+        assert M.weights_hash(sd.weights.read.open_model(out).text_encoder()) == M.weights_hash(own), name
+    plain = M.weights_hash(M.TextEncoder.from_pretrained(str(data / "text_encoder")))
+    assert state["inputs"]["text encoder"] != plain  # of the adapted one
+
+
+def test_a_base_whose_run_went_on_is_still_found(data, base, tmp_path):
+    """--init_from RUN meant its newest checkpoint then; the command that goes on names the run again."""
+    own = tmp_path / "own"
+    shutil.copytree(base, own)
+    more = ("--lora", 2, "--init_from", own, "--max_steps", 2, "--save_steps", 1, "--val_steps", 0)
+    train(data, tmp_path / "run", *more, "--stop_at", 1)
+    train(data, own, "--zero_init", "none", "--max_steps", 3, "--save_steps", 1, "--val_steps", 0, "--resume")
+    assert len(micro.checkpoints(own)) == 2
+    train(data, tmp_path / "run", *more, "--resume")
+    saved = [json.loads((c / "model.json").read_text())["base"] for c in micro.checkpoints(tmp_path / "run")]
+    assert saved[0] == saved[1] and saved[0]["path"] == str(micro.checkpoints(own)[0])
 
 
 @pytest.mark.parametrize(

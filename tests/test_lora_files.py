@@ -35,7 +35,7 @@ from sd.weights.lora import Change, base_of, delta, read_lora, text_shapes
 from sd.weights.merge import with_loras
 from sd.weights.parts import save_vae
 from sd.weights.read import open_model
-from SD_Model import VAE, NoiseSchedule, TextEncoder, UNet, UNetConfig, VAEConfig
+from SD_Model import VAE, NoiseSchedule, TextEncoder, UNet, UNetConfig, VAEConfig, weights_hash
 
 UNET = UNetConfig((32, 64), (True, False), 1, 4, 32, 16)
 VAE_CONFIG = VAEConfig((16, 32, 32, 32), 1, norm_groups=8)
@@ -499,6 +499,40 @@ def test_what_does_not_fit_is_refused(base, tmp_path, kind):
     assert "\n" not in str(e.value)
 
 
+def test_tensors_of_any_shape_fit_or_are_refused_in_a_sentence(base, model, tmp_path):
+    """Each tensor of each kind in other shapes: no error of torch's gets out, and what is read can be added."""
+    name = "unet.input_blocks.1.0.in_layers.2"  # [32, 32, 3, 3]
+    kinds = [
+        {"lora_down.weight": rand(4, 32, 3, 3), "lora_up.weight": rand(32, 4, 1, 1), "dora_scale": rand(32, 1, 1, 1)},
+        {"lora_down.weight": rand(4, 32, 1, 1), "lora_up.weight": rand(32, 4, 1, 1),
+         "lora_mid.weight": rand(4, 4, 3, 3)},
+        {"hada_w1_a": rand(32, 4), "hada_w1_b": rand(4, 288), "hada_w2_a": rand(32, 4), "hada_w2_b": rand(4, 288)},
+        {"lokr_w1": rand(4, 4), "lokr_w2_a": rand(8, 2), "lokr_w2_b": rand(2, 72)},
+        {"lokr_w1_a": rand(4, 2), "lokr_w1_b": rand(2, 4), "lokr_w2_a": rand(2, 8), "lokr_w2_b": rand(2, 8),
+         "lokr_t2": rand(2, 2, 3, 3)},
+    ]  # fmt: skip
+    weight, read = weights_of(model)[name], 0
+    for tensors in kinds:
+        for key, tensor in [("", torch.zeros(0)), *tensors.items()]:
+            shapes = (
+                [(), (1,), (0, 5), (3, 7), tensor.shape[::-1], (*tensor.shape, 1), (0, *tensor.shape[1:])]
+                if key
+                else [()]
+            )
+            for shape in shapes:
+                spoiled = tensors | ({key: rand(*shape)} if key else {})
+                save_file({f"{kohya_name(base, name)}.{k}": t for k, t in spoiled.items()}, tmp_path / "a.safetensors")
+                try:
+                    lora = read_lora(str(tmp_path / "a.safetensors"), base)
+                except InputError as e:
+                    assert key and "\n" not in str(e)
+                    continue
+                read += 1
+                assert delta(lora.changes[name], weight).shape == weight.shape
+                assert delta(lora.changes[name], weight).isfinite().all()
+    assert read >= len(kinds)
+
+
 @pytest.mark.parametrize("metadata, words", [
     ({"ss_base_model_version": "sdxl_base_v1-0"}, "SDXL"), ({"ss_v2": "True"}, "SD 2.x"),
     ({"modelspec.architecture": "stable-diffusion-xl-v1-base/lora"}, "SDXL"),
@@ -630,15 +664,19 @@ def test_a_lora_is_no_model(base, model, tmp_path):
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def run_folder(path: Path, base, live, ema) -> Path:
-    """A run that trained a LoRA, as far as reading it goes."""
+def run_folder(path: Path, base, live, ema, model="models/v1-5.safetensors") -> Path:
+    """A run that trained a LoRA beside the weights of `model`, as far as reading it goes."""
     folder = path / "checkpoints" / "step_00000300"
     folder.mkdir(parents=True)
     save_file(own_names(base, live), folder / "lora.safetensors")
     save_file(own_names(base, ema), folder / "lora_ema.safetensors")
     settings = {"lr": 1e-4, "seed": 7, "size": 512, "weighting": "min_snr", "gamma": 5, "lr_schedule": "cosine",
                 "offset_noise": 0.05, "prediction": "epsilon"}  # fmt: skip
-    values = {"format": "checkpoint-1", "unet": asdict(UNET), "base": {"path": "models/v1-5.safetensors"}}
+    values = {"format": "checkpoint-1", "unet": asdict(UNET), "schedule": NoiseSchedule().config, "size": 32,
+              "vae": f"{model}/vae", "text_encoder": f"{model}/text_encoder", "preset": "test",
+              "base": {"path": str(model), "weights": "ema"}}  # fmt: skip
+    if Path(model).is_dir():
+        values["base"]["hash"] = weights_hash(open_model(model).unet())
     (folder / "model.json").write_text(json.dumps(values))
     (folder / "state.json").write_text(json.dumps({"step": 300, "settings": settings}))
     files = {p.name: sha256(p) for p in folder.iterdir()}
@@ -647,8 +685,8 @@ def run_folder(path: Path, base, live, ema) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(base, tmp_path_factory):
-    return run_folder(tmp_path_factory.mktemp("runs") / "cat", base, adapters(base), adapters(base, 500))
+def run(base, model, tmp_path_factory):
+    return run_folder(tmp_path_factory.mktemp("runs") / "cat", base, adapters(base), adapters(base, 500), model)
 
 
 def test_a_run_is_painted_and_written_as_others_read_it(base, model, run, tmp_path):
@@ -668,6 +706,16 @@ def test_a_run_is_painted_and_written_as_others_read_it(base, model, run, tmp_pa
     assert shapes[f"{conv}.lora_down.weight"][1:] == (32, 3, 3) and shapes[f"{conv}.lora_up.weight"][2:] == (1, 1)
     proj = "lora_unet_down_blocks_0_attentions_0_proj_in"
     assert shapes[f"{proj}.lora_down.weight"][1:] == (32, 1, 1) and shapes[f"{proj}.alpha"] == ()
+
+
+def test_a_run_that_names_its_model_is_that_model_too(model, run, tmp_path):
+    """--model RUN paints what --model BASE --lora RUN paints; as a single file the LoRA is merged into the model."""
+    ours = paint(model, tmp_path / "a.png", *PAINT, "--lora", run)
+    assert abs(paint(run, tmp_path / "b.png", *PAINT) - ours).max() <= 1
+    merged = weights_of(with_loras(open_model(model), [str(run)])[0])
+    out = convert(run, tmp_path / "a.safetensors", "--format", "ldm", "--dtype", "fp32")
+    for name, tensor in weights_of(out).items():
+        assert torch.allclose(tensor, merged[name], atol=2e-6), name
 
 
 def header(path: Path) -> tuple[dict, bytes]:
@@ -788,6 +836,7 @@ def test_a_joined_lora_keeps_its_sum_in_fp16(base, model, tmp_path):
         assert torch.equal(down, source[name].tensors["down"])
         exact = source[name].tensors["up"].double() * scale
         assert ((up * change.scale - exact).abs() <= exact.abs() * 2**-11 + 1e-7).all(), name
+        assert (up * change.scale * exact).sum() / exact.square().sum() == pytest.approx(1, abs=1e-4), name  # no bias
 
 
 # ----------------------------------------------------------------------------------------------------------------

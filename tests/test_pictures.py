@@ -3,6 +3,8 @@
 pytest tests/test_pictures.py
 """
 
+import functools
+import http.server
 import io
 import json
 import os
@@ -32,11 +34,14 @@ import sd.index
 import sd.objective
 import sd.online
 import sd.shards
+import sd.sources
+import sd.text
+import sd.weights.parts
 from sd.data import SampleOrder
 from sd.encoder import Encoder
 from sd.errors import InputError
 from sd.index import Captions, build_index, find_parts, read_index
-from sd.online import Cut, Latents, Pictures, balanced, check_settings, chosen, held_out, jittered, read_range
+from sd.online import Cut, Latents, Pictures, balanced, check_settings, held_out, jittered, read_range
 from sd.pictures import decode_image, encode_jpeg, encode_png
 from sd.text import load_tokenizer
 from sd.weights.read import load_vae
@@ -78,7 +83,7 @@ def index_of(text: str | Path, columns=(), captions=Captions(), workers=0, **mor
     left_out, said = Counter(), []
     parts = find_parts(str(text), captions, more.get("index"), left_out)
     build_index(parts, workers, said.append)
-    index = read_index(parts, list(columns))
+    index = read_index(parts, list(columns), more.get("where") and Where(more["where"]))
     return index, left_out + index.rejects, said
 
 
@@ -151,14 +156,17 @@ def test_where_refuses_what_is_no_comparison(words):
 
 
 def test_where_counts_rows_without_the_field_and_refuses_a_field_that_none_has(root):
-    index, *_ = index_of(root / "tars/images", ["n:score", "n:width"])
-    said = []
-    assert len(chosen(index, "score < 0.25 and width = 96", said.append)) == 6
-    assert "keeps 6 of 24 pictures; 0 lack" in said[0]
+    both = index_of(f"{root}/cat,{root}/tars/images", ["n:score"])[0].table["n:score"].to_pylist()
+    assert both == [None] * 24 + [i / 24 for i in range(24)]  # tars come behind folders; null is not 0
+    index, *_ = index_of(root / "tars/images", where="score < 0.25 and width = 96 and shard = '00001'")
+    assert keys(index) == ["tars/00001/0005"] and (index.pictures, index.lacking) == (24, 0)
+    both = index_of(f"{root}/tars/images,{root}/cat", ["n:score"], where="score >= 0.75")[0]
+    assert both.table["n:score"].to_pylist() == [i / 24 for i in range(18, 24)]
+    assert (both.pictures, both.lacking) == (48, 24)
     with pytest.raises(InputError, match="scor with a number, and no picture .* height, kind, score, shard"):
-        chosen(index, "scor < 1", print)
+        index_of(root / "tars/images", where="scor < 1")
     with pytest.raises(InputError, match="kind with a number"):
-        chosen(index, "kind < 1", print)
+        index_of(root / "tars/images", where="kind < 1")
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -261,10 +269,11 @@ def test_cut_empty_and_missing_tars_are_counted_and_refused_with_strict(tmp_path
     index, left_out, _ = index_of(text)
     assert keys(index) == ["s/00/0", "s/00/1", "s/00/2", "s/01/0", "s/05/b"]
     assert +left_out == {"cut_tar": 2, "missing_tar": 1, "truncated": 1}
-    settings = dict.fromkeys(("caption", "captions", "caption_encoding", "index")) | {"strict": True}
+    settings = dict.fromkeys(("caption", "captions", "caption_encoding", "index", "cache"))
+    settings |= {"strict": True, "cache_gib": 1.0, "window": 0}
     with pytest.raises(InputError, match="--strict wants .*cut_tar 2, missing_tar 1, truncated 1; the first: s/05/a"):
-        sd.online.indexed(text, settings, [], 0, print)
-    sd.online.indexed(str(root / "tars/images"), settings, [], 0, print)
+        sd.online.indexed(text, settings, [], None, 0, print)
+    sd.online.indexed(str(root / "tars/images"), settings, [], None, 0, print)
     for nothing in (f"{images}/{{07..09}}.tar", str(tmp_path / "none"), f"{images}/*.tgz"):
         with pytest.raises(InputError, match="nothing is there"):
             index_of(nothing)
@@ -348,7 +357,7 @@ def test_windows_shuffle_tars_and_then_pictures_within_them(tars_at_once):
 def test_balance_shows_every_value_as_often_as_every_other(root):
     values = ["dog"] * 40 + ["cat"] * 7 + [None] * 3 + ["cow"] * 13
     table = pa.table({"t:kind": values, "key": [f"{v}{i}" for i, v in enumerate(values)]})
-    index = sd.index.Index(table, Counter(), [], set(table.column_names))
+    index = sd.index.Index(table, Counter(), [], set(table.column_names), [], 63, 0)
     said = []
     rows, sizes = balanced(table, "kind", index, said.append)
     assert sizes == [7, 13, 40] and rows["t:kind"].to_pylist() == ["cat"] * 7 + ["cow"] * 13 + ["dog"] * 40
@@ -446,6 +455,15 @@ def test_jitter_is_that_of_pillow():
     assert (jittered(image, 1, 1, 1) == image).all()
 
 
+def test_jitter_goes_as_far_up_as_down():
+    grey, rng = np.full((8, 8, 3), 100, np.uint8), np.random.default_rng(0)
+    levels = [Cut(8, jitter=0.3)(grey, rng.random(8)).mean() for _ in range(500)]  # of brightness alone
+    assert 70 <= min(levels) < 72 and 128 < max(levels) <= 130 and abs(np.mean(levels) - 100) < 3
+    reds = np.full((8, 8, 3), 100, np.uint8) + np.array([50, 0, 0], np.uint8)
+    spread = [np.ptp(Cut(8, jitter=0.3)(reds, rng.random(8))[0, 0].astype(int)) for _ in range(500)]
+    assert min(spread) < 50 * 0.7 * 0.8 and max(spread) > 50 * 1.3 * 1.2  # and of saturation, times that
+
+
 def test_a_showing_depends_on_seed_and_position_alone(root):
     parts = find_parts(str(root / "cat"), Captions(), None, Counter())
     index, *_ = index_of(root / "cat")
@@ -530,9 +548,110 @@ def test_one_of_several_captions_is_drawn(root, tmp_path):
 def test_flags_of_pictures_are_refused_with_cached_latents(flag, value):
     """FINETUNE 30."""
     off = dict.fromkeys(sd.online.ONLINE_FLAGS) | {"pictures": None, "jitter": 0.0, "window": 0, "flip": False}
-    check_settings(off)
+    check_settings(off, set())
     with pytest.raises(InputError, match=f"--{flag} is of --pictures.*latents on disk were cut when they were encoded"):
-        check_settings(off | {flag: value})
+        check_settings(off | {flag: value}, {flag})
+
+
+class Files(http.server.SimpleHTTPRequestHandler):
+    """A server of files: counts what it gave, and ends an answer early while its class says so."""
+
+    given, cut = [], False
+
+    def do_GET(self):
+        Files.given.append(self.path)
+        data = Path(self.directory + self.path).read_bytes()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data[: len(data) // 2] if Files.cut else data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(root):
+    httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Files, directory=str(root / "tars")))
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    Files.given, Files.cut = [], False
+    yield f"http://127.0.0.1:{httpd.server_port}"
+    httpd.shutdown()
+
+
+def remote(text: str, cache: Path, limit: float = 1e9):
+    parts = find_parts(text, Captions(), None, Counter(), (cache, limit))
+    build_index(parts, 0, print)
+    return parts, read_index(parts, [])
+
+
+def read_all(parts, index) -> list[bytes]:
+    return [sd.index.read_picture(parts[r["part"]], r["key"], r["offset"], r["bytes"]) for r in index.table.to_pylist()]
+
+
+def test_tars_of_a_server_are_got_once_and_again_when_they_had_to_make_room(root, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(sd.sources, "PAUSE", 0.0)
+    parts, index = remote(server + "/images/{00000..00002}.tar", tmp_path / "cache")
+    assert [r["captions"] for r in index.table.to_pylist()] == [[f"number {i}"] for i in range(24)]
+    assert read_all(parts, index) == [encode_jpeg(picture(i)) for i in range(24)]
+    assert sorted(Files.given) == [f"/images/0000{i}.tar" for i in range(3)]
+    [p.remote.path.unlink() for p in parts]
+    small = [p._replace(remote=p.remote._replace(limit=0.0)) for p in parts]  # room for one tar alone
+    with sd.online.ThreadPoolExecutor(6) as pool:
+        rows = index.table.to_pylist()[::-1] + index.table.to_pylist()
+        read = list(
+            pool.map(lambda r: sd.index.read_picture(small[r["part"]], r["key"], r["offset"], r["bytes"]), rows)
+        )
+    assert read == [encode_jpeg(picture(i)) for i in [*range(23, -1, -1), *range(24)]]
+    assert len(Files.given) >= 3 + 5
+    small[1].remote.path.unlink(missing_ok=True)
+    os.close(small[1].remote.open())
+    assert list((tmp_path / "cache").glob("*.tar")) == [small[1].remote.path]
+    settings = dict.fromkeys(("caption", "captions", "caption_encoding", "index", "strict"))
+    settings |= {"cache": str(tmp_path / "cache"), "cache_gib": 1e-6, "window": 0}
+    with pytest.raises(InputError, match="--cache_gib is 1e-06: raise it, or give --window"):
+        sd.online.indexed(server + "/images/{00000..00002}.tar", settings, [], None, 0, print)
+    Files.cut = True
+    with pytest.raises(InputError, match="cannot get .*ended after"):
+        remote(server + "/images/00001.tar", tmp_path / "other")
+    with pytest.raises(InputError, match="--cache wants a folder"):
+        index_of(server + "/images/00000.tar")
+
+
+def test_commands_are_run_without_a_shell_and_cut_streams_are_errors(root, tmp_path):
+    """SCALE 66."""
+    tar, cache = root / "tars/images/00000.tar", tmp_path / "cache"
+    parts, index = remote(f"pipe:cat {tar}", cache)
+    assert read_all(parts, index) == [encode_jpeg(picture(i)) for i in range(5)]
+    assert keys(index)[0] == "tars/00000/0000"
+    for command, reason in (
+        (f"cat {tar} | touch {tmp_path}/made", "ended with status 1"),
+        (f"head -c 4000 {tar}", "4,000 bytes that are no whole tar"),
+        (f"head -c 5120 {tar}", "5,120 bytes that are no whole tar"),
+        ("false x.tar", "ended with status 1"),
+        ("no_such_command x.tar", "no_such_command cannot be run"),
+        ("cat 'x.tar", "quotes do not match"),
+        ("cat x", "a word that ends in .tar"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            remote(f"pipe:{command}", tmp_path / "other")
+    assert not (tmp_path / "made").exists() and not list((tmp_path / "other").glob("*.tar"))
+    parts[0].remote.path.unlink()
+    write_tar(copy := tmp_path / "tars/images/00000.tar", sample("z", 1))
+    told = cache / f"{parts[0].remote.place}.bytes"
+    told.write_text(str(copy.stat().st_size))
+    with pytest.raises(InputError, match="when it was indexed: put it back"):
+        read_all(parts, index)
+    off = dict.fromkeys(sd.online.ONLINE_FLAGS) | {
+        "pictures": f"pipe:cat {tar}",
+        "jitter": 0.0,
+        "window": 0,
+        "caption": None,
+    }
+    off |= {"latent_fraction": 1.0, "workers": None, "picture_memory": 1.0, "cache_gib": 1.0}
+    check_settings(off, {"pictures"})
+    with pytest.raises(InputError, match="--pictures of this run has a command: give that flag again"):
+        check_settings(off, {"resume"})
 
 
 def test_ranges():
@@ -645,8 +764,8 @@ def test_where_balance_regularise_and_images(root, tmp_path):
     assert "pictures: 24 in" in text and "12 steps of 4 images" in text
     state = json.loads((micro.checkpoints(tmp_path / "run")[-1] / "state.json").read_text())
     assert state["images"] == 48
-    index, *_ = index_of(root / "tars/images", ["t:kind", "n:score"])
-    table = chosen(index, "score<0.5", print)
+    index, *_ = index_of(root / "tars/images", ["t:kind"], where="score<0.5")
+    table = index.table
     rows, sizes = balanced(table.filter(pa.array(~held_out(table, 0.2))), "kind", index, print)
     names = rows["key"].to_pylist() + keys(index_of(root / "cat")[0])
     order = SampleOrder([*sizes, 24], [0.5, 0.5, 1.0], 1)
@@ -654,6 +773,18 @@ def test_where_balance_regularise_and_images(root, tmp_path):
     assert abs((shown >= len(rows)).sum() - 24) <= 2
     assert int(micro.rows(tmp_path / "run")[-1]["seen"], 16) == sum(
         sd.data.seen_hash(p, names[i]) for p, i in enumerate(shown)) % 2**64  # fmt: skip
+
+
+def test_one_picture_is_enough_and_a_run_in_windows_is_exact(root, tmp_path):
+    text = train(root, tmp_path / "one", write_folder(tmp_path / "cat", 1), "--max_steps", 2, "--val_steps", 1)
+    assert "1 training and 0 held-out pictures" in text and "validation is on training pictures alone" in text
+    assert {row["split"] for row in micro.rows(tmp_path / "one", "validation.jsonl")} == {"train"}
+    train(root, tmp_path / "run", root / "tars/images", "--max_steps", 8, "--window", 1, "--val_fraction", 0)
+    index, total = index_of(root / "tars/images")[0], 0
+    order = SampleOrder([24], None, 1, (index.table["part"].to_numpy(), 1))
+    for position, i in enumerate(order.at(np.arange(32))):
+        total += sd.data.seen_hash(position, keys(index)[i])
+    assert micro.rows(tmp_path / "run")[-1]["seen"] == f"{total % 2**64:016x}"
 
 
 def test_a_run_does_not_go_on_with_other_pictures_or_another_vae(root, tmp_path):
@@ -671,7 +802,9 @@ def test_a_run_does_not_go_on_with_other_pictures_or_another_vae(root, tmp_path)
 
 
 def test_vae_and_text_encoder_come_with_the_model(root, tmp_path, whole):
-    more = ("--without", "text_encoder", "--init_from", whole, "--caption", "a {folder}", "--max_steps", 4)
+    """As in `SD_Train.py --phase finetune --pictures DIR --init_from MODEL --out OUT`."""
+    more = ("--without", "text_encoder", "--init_from", whole, "--caption", "a {folder}", "--max_steps", 4, "--phase",
+            "finetune")  # fmt: skip
     argv = micro.flags(root, tmp_path / "run", "--without", "data", "--without", "data_root", "--pictures",
                        root / "cat", *more)  # fmt: skip
     output = tmp_path / "out.txt"

@@ -35,7 +35,7 @@ def warm_up(case: Case) -> Finding:
     total, warm = case.planned, case.settings.get("warmup", 0)
     if not total:
         return Finding("learning rate", "warm-up", NOT_JUDGED, "the run's length is not known")
-    return graded("learning rate", "warm-up", warm / total, 0.5, 1, f"{warm:,} steps of {total:,}",
+    return graded("learning rate", "warm-up", warm / total, 0.5, 0.99, f"{warm:,} steps of {total:,}",
                   "shorten --warmup: the peak is never reached, or hardly used")  # fmt: skip
 
 
@@ -73,7 +73,8 @@ def skipped(case: Case) -> Finding:
         why = f"; the first was step {notes[0]['step']:,}, with {', '.join(notes[0].get('keys', [])[:3])} ..."
     share = count / max(last, 1, notes[-1]["step"] if notes else 0)
     return graded("gradients", "skipped steps", share, 0, 0.05, f"{count:,} of {last:,} steps were skipped, their "
-                  f"gradients not being finite{why}", "look at these pictures' latents; if they are fine, lower --lr, or "
+                  f"gradients not being finite{why}", "look at these pictures' latents; if they are fine, lower "
+                  "--lr, or "
                   "train in bf16 or fp32", keys=keys[:20])  # fmt: skip
 
 
@@ -83,7 +84,8 @@ def clipping(case: Case) -> Finding | None:
     if not limit or len(norms) < 4:
         return None
     share = float(np.mean([n > limit for n in norms]))
-    return graded("gradients", "clipping", share, 0.9, 1.1, f"{share:.0%} of {len(norms)} lines behind the first quarter "
+    return graded("gradients", "clipping", share, 0.9, 1.1, f"{share:.0%} of {len(norms)} lines behind the first "
+                  f"quarter "
                   f"have a mean norm above --clip {limit:g} (median {np.median(norms):.3g})", "raise --clip above the "
                   "usual norm, so that it stops spikes alone, or use --adaptive_clip 3")  # fmt: skip
 
@@ -99,7 +101,8 @@ def dropout(case: Case) -> Finding | None:
             "conditioning", "caption dropout", BROKEN, words, "set --drop to 0.05 to 0.15: no caption is seen"
         )
     if drop > 0.5 or drop < 0.01:
-        return Finding("conditioning", "caption dropout", LOOK, words, "set --drop to 0.05 to 0.15: guidance compares with "
+        return Finding("conditioning", "caption dropout", LOOK, words, "set --drop to 0.05 to 0.15: guidance "
+                       "compares with "
                        "the empty caption, which must be learned, and captions too")  # fmt: skip
     return Finding("conditioning", "caption dropout", WELL, words)
 
@@ -180,8 +183,10 @@ def overtrained(case: Case) -> Finding:
     words = f"at step {steps[-1]:,} the held-out loss is {held[-1]:.4f}, that of training pictures {seen[-1]:.4f}"
     if at is not None:
         least = float(held.min())
-        return Finding("loss", "overtraining", BROKEN if held[-1] > 1.2 * least else LOOK, f"the held-out loss was lowest "
-                       f"at step {at:,}, {least:.4f}, and rises since; {words}", f"take the checkpoint of step {at:,} or "
+        return Finding("loss", "overtraining", BROKEN if held[-1] > 1.2 * least else LOOK, f"the held-out loss was "
+                       f"lowest "
+                       f"at step {at:,}, {least:.4f}, and rises since; {words}", f"take the checkpoint of step "
+                       f"{at:,} or "
                        "one near it; train with more pictures, or shorter", {"step": at})  # fmt: skip
     return graded("loss", "overtraining", gap, 0.15, 0.5, f"{words}: a gap of {gap:.1%}",
                   "pictures are being learned by heart: more pictures, or fewer steps")  # fmt: skip
@@ -196,7 +201,8 @@ def ema_moves(case: Case) -> Finding | None:
     share = float((ema[0] - ema[-1]) / (live[0] - live[-1]))
     if ema[-1] <= 1.1 * live[-1]:
         share = max(share, 1.0)
-    return graded("learning rate", "EMA moves", share, 0.3, 0.05, f"since the first validation its loss fell {share:.2f} "
+    return graded("learning rate", "EMA moves", share, 0.3, 0.05, f"since the first validation its loss fell "
+                  f"{share:.2f} "
                   "times as far as that of the live weights, or as low", "the averages do not follow: lower --ema, and "
                   "see that they are updated", above=False)  # fmt: skip
 
@@ -207,7 +213,8 @@ def ema_lag(case: Case) -> Finding | None:
     if not len(live) or len(live) != len(ema):
         return None
     ratio = float(ema[-1] / live[-1])
-    return graded("learning rate", "EMA lag", ratio, 1.1, 1.5, f"at step {steps[-1]:,} the averages' loss is {ratio:.3f} "
+    return graded("learning rate", "EMA lag", ratio, 1.1, 1.5, f"at step {steps[-1]:,} the averages' loss is "
+                  f"{ratio:.3f} "
                   "of the live weights'", "--ema is too slow for so short a run, or the run is to go on; paint with "
                   "--weights live meanwhile")  # fmt: skip
 
@@ -219,6 +226,7 @@ def ema_setting(case: Case) -> Finding | None:
     reach = 1 / max(1 - min(decay, (1 + case.steps) / (10 + case.steps)), 1e-9)
     words = f"--ema {decay:g} averages over {reach:,.0f} of {case.steps:,} steps"
     if decay >= 1:
-        return Finding("learning rate", "EMA setting", LOOK, words, "1 never forgets: take 0.99 for runs of thousands of "
+        return Finding("learning rate", "EMA setting", LOOK, words, "1 never forgets: take 0.99 for runs of "
+                       "thousands of "
                        "steps, 0.9999 for a million")  # fmt: skip
     return Finding("learning rate", "EMA setting", WELL, words)

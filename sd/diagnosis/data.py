@@ -49,8 +49,9 @@ def latents_finite(case: Case, index: np.ndarray, latents: np.ndarray) -> Findin
     bad = [train.keys[int(i)].as_py() for i in index[~np.isfinite(latents).all(axis=(1, 2, 3))]]
     bad += [k for row in case.health for k in row.get("latents_not_finite", []) if k not in bad]
     if bad:
-        return Finding("data", "latents finite", BROKEN, f"{len(bad)} latents hold NaN or infinity: {', '.join(bad[:5])}",
-                       "encode these pictures again, or leave them out", {"keys": bad[:20]})  # fmt: skip
+        words = f"{len(bad)} latents hold NaN or infinity: {', '.join(bad[:5])}"
+        return Finding("data", "latents finite", BROKEN, words, "encode these pictures again, or leave them out",
+                       {"keys": bad[:20]})  # fmt: skip
     return Finding("data", "latents finite", WELL, f"all numbers of {len(latents):,} pictures are finite")
 
 
@@ -87,7 +88,8 @@ def captions_equal(captions: list[str]) -> Finding:
         return Finding("data", "captions differ", NOT_JUDGED, f"{len(captions)} captions are fewer than {FEW}")
     share = n / len(captions)
     return graded("data", "captions differ", share, 0.6, 0.95, f"{share:.1%} of {len(captions):,} captions are "
-                  f"{text[:60]!r}", "give the pictures captions of their own: one that all have teaches nothing")  # fmt: skip
+                  f"{text[:60]!r}", "give the pictures captions of their own: one that all have teaches "
+                  "nothing")  # fmt: skip
 
 
 def captions_cut(ids: np.ndarray) -> Finding:
@@ -130,7 +132,8 @@ def tokens_match(case: Case, captions: list[str], ids: np.ndarray) -> Finding:
     length = min(mine.shape[1], ids.shape[1])
     share = float(np.mean((mine[:, : length - 1] != ids[some, : length - 1]).any(axis=1)))
     return graded("data", "tokenizer", share, 0.005, 0.05, f"the model's tokenizer gives other ids than the data set's "
-                  f"to {share:.1%} of {len(mine)} captions", "tokenise again with the model's tokenizer (04, 05)")  # fmt: skip
+                  f"to {share:.1%} of {len(mine)} captions", "tokenise again with the model's tokenizer (04, "
+                  "05)")  # fmt: skip
 
 
 @torch.no_grad()

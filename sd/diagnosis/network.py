@@ -41,7 +41,8 @@ def schedule(case: Case) -> list[Finding]:
         graded("schedule", "end", end, 0.03, 0.1, f"at the last of {len(abar)} timesteps {end:.2g} of the picture's "
                "variance is left (SD 1.x: 0.0047)", "sampling begins with pure noise, which such a network never saw: "
                "train with --betas scaled_linear, or with --zero_terminal_snr"),
-        graded("schedule", "beginning", start, 0.98, 0.9, f"at the first timestep {start:.4f} of the picture's variance "
+        graded("schedule", "beginning", start, 0.98, 0.9, f"at the first timestep {start:.4f} of the picture's "
+               f"variance "
                "is left (SD 1.x: 0.9992)", "fine detail is never learned: take smaller betas", above=False),
     ]  # fmt: skip
     if not bool((abar.diff() < 0).all()):
@@ -50,7 +51,8 @@ def schedule(case: Case) -> list[Finding]:
     for path, values in schedule_files(case.source):
         clamps = [k for k in ("clip_sample", "thresholding") if values.get(k)]
         if clamps:
-            found.append(Finding("sampling", "clamp", BROKEN, f"{path} says {clamps[0]}: other programs clamp latents at "
+            found.append(Finding("sampling", "clamp", BROKEN, f"{path} says {clamps[0]}: other programs clamp "
+                                 f"latents at "
                                  f"{values.get('clip_sample_range', 1)}, beyond which a third of them lie",
                                  f"set {clamps[0]} to false: clamping is for pictures in -1..1"))  # fmt: skip
         else:
@@ -67,7 +69,8 @@ def weights_finite(live: dict, ema: dict) -> Finding:
     bad += [f"{name} (EMA)" for name, t in ema.items() if name not in bad and not t.isfinite().all()]
     if bad:
         return Finding("network", "weights finite", BROKEN, f"NaN or infinity in {few(bad)}",
-                       "go on from an older checkpoint; a file in half precision may have overflowed: take fp32 or bf16",
+                       "go on from an older checkpoint; a file in half precision may have overflowed: take fp32 or "
+                       "bf16",
                        {"tensors": bad[:20]})  # fmt: skip
     largest = max(float(t.abs().max()) for t in live.values() if t.numel())
     return graded("network", "weights finite", largest, 1e3, 3e4, f"all finite, the largest {largest:.3g}",
@@ -79,7 +82,8 @@ def dead(live: dict) -> Finding:
     names = [name for name, t in live.items() if t.ndim > 1 and not t.any()]
     if names:
         return Finding("network", "dead weights", BROKEN, f"{len(names)} tensors are zero throughout: {few(names)}",
-                       "see that they are trained (requires_grad, the optimizer's groups): they began at zero, and what "
+                       "see that they are trained (requires_grad, the optimizer's groups): they began at zero, and "
+                       "what "
                        "lies before them gets no gradient", {"tensors": names[:20]})  # fmt: skip
     return Finding("network", "dead weights", WELL, f"none of {len(live)} tensors is zero throughout")
 
@@ -98,10 +102,12 @@ def untrained(case: Case, live: dict, deep: bool) -> Finding | None:
     same = [name for name, t in live.items() if torch.equal(t.float(), drawn[name]) and t.any()]
     zero = [name for name, t in live.items() if not t.any()]
     if same:
-        return Finding("network", "untrained weights", BROKEN, f"{len(same)} of {len(live)} tensors are as the seed drew "
+        return Finding("network", "untrained weights", BROKEN, f"{len(same)} of {len(live)} tensors are as the seed "
+                       f"drew "
                        f"them: {few(same)}", "see that they are trained, and that the loss depends on them",
                        {"tensors": same[:20]})  # fmt: skip
-    return Finding("network", "untrained weights", WELL, f"training changed all {len(live) - len(zero)} tensors that were "
+    return Finding("network", "untrained weights", WELL, f"training changed all {len(live) - len(zero)} tensors that "
+                   f"were "
                    "not drawn as zeros")  # fmt: skip
 
 
@@ -115,16 +121,19 @@ def from_health(case: Case) -> list[Finding]:
     without, zero = row.get("no_gradient", []), row.get("zero_gradient", [])
     if without or zero:
         n = row.get("no_gradient_count", 0) + row.get("zero_gradient_count", 0)
-        found.append(Finding("gradients", "every weight has one", BROKEN, f"at step {row['step']:,}, {n} tensors have no "
+        found.append(Finding("gradients", "every weight has one", BROKEN, f"at step {row['step']:,}, {n} tensors "
+                             f"have no "
                              f"gradient, or zeros alone: {few(without + zero)}", "see that the loss depends on them; "
                              "behind an output that began at zero and is not trained nothing is learned",
                              {"tensors": (without + zero)[:20]}))  # fmt: skip
     else:
         found.append(Finding("gradients", "every weight has one", WELL, f"at step {row['step']:,}"))
     logits, where = max((v or math.inf, k) for k, v in row["attention_max"].items())
-    found.append(graded("network", "attention", logits, 100, 1000, f"the largest attention logit is {logits:.3g} ({where})",
+    found.append(graded("network", "attention", logits, 100, 1000, f"the largest attention logit is {logits:.3g} "
+                        f"({where})",
                         "attention has become a choice of one: lower --lr, or raise --decay"))  # fmt: skip
     largest, where = max((v or math.inf, k) for k, v in row["activation_max"].items())
-    found.append(graded("network", "activations", largest, 1e4, 6e4, f"the largest activation is {largest:.3g} ({where})",
+    found.append(graded("network", "activations", largest, 1e4, 6e4, f"the largest activation is {largest:.3g} "
+                        f"({where})",
                         "fp16 ends at 65,504: train and paint in bf16 or fp32"))  # fmt: skip
     return found

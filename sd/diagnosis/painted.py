@@ -9,9 +9,10 @@ from sd.diagnosis.statistics import coverage, nearest
 from sd.errors import InputError, short
 from sd.painting import encode_pairs, fast, make_sampler, sample_latents
 
-PAINTED, FEWER = 32, 8
+PAINTED, FEWER = 24, 4
 
-PROMPTS = ("a photo of a dog", "a red car in a street", "a bowl of fruit", "a portrait of a woman", "a house by the sea",
+PROMPTS = ("a photo of a dog", "a red car in a street", "a bowl of fruit", "a portrait of a woman", "a house by the "
+           "sea",
            "a mountain at night", "a cat on a chair", "a city in the rain")  # fmt: skip
 
 NOISY = ("ddpm", "euler_a")  # samplers that draw noise on their way: two numbers of steps do not paint one picture
@@ -72,16 +73,19 @@ def burnt(made: np.ndarray, real: np.ndarray | None, cfg: float) -> Finding:
     ratio = float(made.std() / (1.0 if real is None else real.std()))
     words = f"painted latents spread {ratio:.2f} times as far as real ones at --cfg {cfg:g}"
     if ratio < 1:
-        return graded("sampling", "contrast", ratio, 0.6, 0.3, words, "pictures are pale: train longer, raise --cfg, and "
+        return graded("sampling", "contrast", ratio, 0.6, 0.3, words, "pictures are pale: train longer, raise --cfg, "
+                      "and "
                       "see the verdicts on schedule and prediction", above=False)  # fmt: skip
-    return graded("sampling", "contrast", ratio, 1.4, 2, words, "colours burn: lower --cfg, or give --cfg_rescale 0.7; see "
+    return graded("sampling", "contrast", ratio, 1.4, 2, words, "colours burn: lower --cfg, or give --cfg_rescale "
+                  "0.7; see "
                   "the verdicts on schedule and prediction")  # fmt: skip
 
 
 def enough_steps(made: np.ndarray, better: np.ndarray, sampler: str, steps: int) -> Finding:
     off = float(((made - better) ** 2).mean() / better.var())
     return graded("sampling", "steps", off, 0.15, 0.5, f"{steps} steps of {sampler} paint pictures that are off by "
-                  f"{off:.1%} of their variance from those of four times as many", "take more --steps, or a sampler that "
+                  f"{off:.1%} of their variance from those of four times as many", "take more --steps, or a sampler "
+                  "that "
                   "needs fewer, such as dpmpp_2m")  # fmt: skip
 
 
@@ -98,7 +102,8 @@ def diversity(made: np.ndarray, real: np.ndarray, reference: np.ndarray) -> Find
     """Pictures of as many captions, painted and real."""
     ratio = spread(flat(made)) / max(spread(flat(real)), 1e-6)
     share = coverage(flat(real), flat(made)) if len(real) > 6 else float("nan")
-    return graded("diversity", "pictures differ", ratio, 0.5, 0.3, f"pictures of {len(made)} captions differ {ratio:.2f} "
+    return graded("diversity", "pictures differ", ratio, 0.5, 0.3, f"pictures of {len(made)} captions differ "
+                  f"{ratio:.2f} "
                   f"times as much as real ones do; they reach {share:.0%} of the real ones' neighbourhoods (k = 5)",
                   "the network paints one picture for all: see the verdicts on data and conditioning", above=False,
                   coverage=share)  # fmt: skip
@@ -114,7 +119,9 @@ def memorised(made: np.ndarray, train: np.ndarray, held: np.ndarray | None) -> F
     if usual == 0:
         return Finding("diversity", "learned by heart", NOT_JUDGED, "held-out pictures are training pictures")
     ratio = near / usual
-    finding = graded("diversity", "learned by heart", ratio, 0.7, 0.4, f"painted pictures lie {ratio:.2f} times as far from "
-                     "the nearest training picture as held-out ones do (medians)", "pictures are copied: more pictures, "
+    finding = graded("diversity", "learned by heart", ratio, 0.7, 0.4, f"painted pictures lie {ratio:.2f} times as "
+                     f"far from "
+                     "the nearest training picture as held-out ones do (medians)", "pictures are copied: more "
+                     "pictures, "
                      "fewer steps, no duplicates", above=False)  # fmt: skip
     return finding if finding.verdict != WELL else finding._replace(advice="")

@@ -1,4 +1,4 @@
-"""LoRAs in files of any program: read, matched to the modules of a model, and added to its weights.
+"""LoRAs in files of any program: read, matched to the modules of a model, and what they add to a weight.
 
 Read are kohya's names (LoRA, LoCon, and LyCORIS' LoHa and LoKr), those of the diffusers library, PEFT's folders, and
 this project's own checkpoints. Each becomes a dict of Change by module, and `delta` says what one adds to its weight.
@@ -112,17 +112,22 @@ def delta(change: Change, weight: torch.Tensor) -> torch.Tensor:
     """
     weight = weight.float()
     added = product(change, weight) * change.scale
-    lengths = change.tensors.get("dora_scale")
-    if lengths is None:
+    if "dora_scale" not in change.tensors:
         return added
-    axis = 1 if lengths.shape[0] == 1 and len(weight) > 1 else 0
-    if lengths.numel() != weight.shape[axis] or lengths.shape[axis : axis + 1] != weight.shape[axis : axis + 1]:
-        raise ValueError(f"dora_scale {tuple(lengths.shape)} found, one number a row or column wanted")
-    shape = [-1 if k == axis else 1 for k in range(weight.dim())]
-    moved = weight + added
+    axis, moved = dora_axis(change, weight), weight + added
     others = [k for k in range(weight.dim()) if k != axis]
     norms = torch.linalg.vector_norm(moved, dim=others, keepdim=True)
-    return moved * (lengths.float().reshape(shape) / norms.clamp_min(torch.finfo(torch.float32).tiny)) - weight
+    lengths = change.tensors["dora_scale"].float().reshape(norms.shape)
+    return moved * (lengths / norms.clamp_min(torch.finfo(torch.float32).tiny)) - weight
+
+
+def dora_axis(change: Change, weight: torch.Tensor) -> int:
+    """0 where dora_scale has a number a row, 1 where it has one a column. ValueError if it is not of this weight."""
+    lengths = change.tensors["dora_scale"]
+    axis = 1 if lengths.shape[0] == 1 and len(weight) > 1 else 0
+    if lengths.shape[axis : axis + 1] != weight.shape[axis : axis + 1] or lengths.numel() != weight.shape[axis]:
+        raise ValueError(f"dora_scale {tuple(lengths.shape)} found, one number a row or column wanted")
+    return axis
 
 
 def plain(change: Change) -> Adapter:
@@ -360,10 +365,14 @@ def change_of(module: str, parts: dict[str, torch.Tensor], config: dict, base: B
     if "magnitude" in parts:  # PEFT's is of rows: [out], of a convolution [1, out, 1, 1]
         parts["dora_scale"] = parts.pop("magnitude").reshape(-1, *[1] * (len(shape) - 1))
     change = Change(parts, None if alpha is None else float(alpha))
+    if change.rank == 0:
+        raise ValueError("its rank is 0")
     if alpha is None and "up" in parts:
         change = change._replace(alpha=peft_alpha(module, change.rank, config, base))
-    on_meta = Change({name: t.to("meta") for name, t in parts.items()}, change.alpha)
-    delta(on_meta, torch.empty(shape, device="meta"))
+    weight = torch.empty(shape, device="meta")
+    product(Change({name: t.to("meta") for name, t in parts.items()}), weight)
+    if "dora_scale" in parts:
+        dora_axis(change, weight)
     return change
 
 

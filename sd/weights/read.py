@@ -285,17 +285,21 @@ def newest_checkpoint(run: Path) -> Path:
     raise InputError(f"a whole checkpoint was wanted in {run / 'checkpoints'}, found {problems[:3] or 'none'}")
 
 
-def check_base_there(folder: Path, path: str):
-    """InputError if the weights that a checkpoint's adapter belongs to were at a local path and are not any more."""
-    if Path(path).is_absolute() and not Path(path).exists():
-        raise InputError(
-            f"the adapter of {folder} belongs to the weights of {path}, and nothing is there: put that model back, or "
-            'for training name it with --init_from (model.json keeps its path under "base")'
-        )
+def is_gone(path: str) -> bool:
+    """Whether nothing is at a local path; a hub name is not gone."""
+    return Path(path).is_absolute() and not Path(path).exists()
+
+
+def base_gone(folder: Path, path: str) -> str:
+    """What to say of a checkpoint whose adapter belongs to weights that are not there any more."""
+    return (
+        f"the adapter of {folder} belongs to the weights of {path}, and nothing is there: put that model back, or for "
+        'training name it with --init_from (model.json keeps its path under "base")'
+    )
 
 
 def base_differs(folder: Path, path: str) -> str:
-    """A sentence."""
+    """And of one at whose path others are."""
     return (
         f"the adapter of {folder} belongs to other weights than those that are at {path} now (their hashes differ): "
         "put back the model that it was trained on"
@@ -304,7 +308,8 @@ def base_differs(folder: Path, path: str) -> str:
 
 def open_base(folder: Path, base: dict) -> Model:
     """The model that a checkpoint's adapter belongs to. InputError if it is gone or has other weights."""
-    check_base_there(folder, base["path"])
+    if is_gone(base["path"]):
+        raise InputError(base_gone(folder, base["path"]))
     model = open_model(base["path"], weights=base["weights"])
     if weights_hash(model.tensors()) != base["hash"]:
         raise InputError(base_differs(folder, base["path"]))

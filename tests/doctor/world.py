@@ -1,12 +1,12 @@
 """A world so small that a run takes seconds: 64 px drawings of shapes through the demo's VAE, words as tokens, and a
 network of one level, `mini`. Its runs are made in forked processes, healthy or broken on purpose."""
 
-import copy
 import json
 import os
 import runpy
 import shutil
 import sys
+import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -24,7 +24,7 @@ import SD_Model  # noqa: E402
 from sd.shapes import random_caption, sample  # noqa: E402
 from sd.weights.read import load_vae  # noqa: E402
 
-SIZE, LENGTH, HELD_OUT = 64, 16, 128
+SIZE, LENGTH, HELD_OUT = 64, 16, 256
 VAE = ROOT / "demo" / "vae"
 TEXT = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
 
@@ -50,7 +50,8 @@ def write_dataset(folder: Path, tokenizer, keys: list[str], captions: list[str],
     for split, part in (("train", slice(held_out, None)), ("val", slice(0, held_out))):
         (folder / split).mkdir(parents=True)
         flat = pa.array(every[part].ravel(), pa.int32())
-        table = pa.table({"image_key": pa.array(keys[part], pa.string()), "caption": pa.array(captions[part], pa.string()),
+        texts = pa.array(captions[part], pa.string())
+        table = pa.table({"image_key": pa.array(keys[part], pa.string()), "caption": texts,
                           "input_ids": pa.FixedSizeListArray.from_arrays(flat, every.shape[1])})  # fmt: skip
         with pa.ipc.new_stream(folder / split / "data.arrow", table.schema) as stream:
             stream.write_table(table)
@@ -67,7 +68,8 @@ def write_latents(folder: Path, keys: list[str], values: np.ndarray, vae: dict):
     table = pa.table({"image_key": pa.array(keys, pa.string()), "row": pa.array(range(len(keys)), pa.int32())})
     pq.write_table(table, folder / "00000.parquet")
     sd.files.write_manifest(folder, {"format": "latents-1", "vae": vae, "size": SIZE, "kind": "mean", "scaled": True,
-                                     "latent_shape": list(values.shape[1:]), "count": len(keys), "shards": 1})  # fmt: skip
+                                     "latent_shape": list(values.shape[1:]), "count": len(keys),
+                                     "shards": 1})  # fmt: skip
 
 
 class World:
@@ -104,10 +106,10 @@ class World:
     def flags(self, out: Path, source: str = "shapes", **more) -> list[str]:
         """A command line of SD_Train.py; None leaves a flag out, True gives it alone."""
         settings = dict(
-            phase="demo", model="mini", size=SIZE, data=source, data_root=self.data, out=out, max_steps=160, batch=32,
+            phase="demo", model="mini", size=SIZE, data=source, data_root=self.data, out=out, max_steps=200, batch=16,
             text_encoder=self.root / "text_encoder", lr=4e-3, warmup=10, ema=0.95, beta2=0.99, save_steps=10000,
             log_steps=5, val_steps=40, val_images=64, sample_steps=0, health_steps=20, wandb="disabled", device="cpu",
-            seed=1,
+            seed=1, zero_init="original",
         ) | more  # fmt: skip
         words = []
         for name, value in settings.items():
@@ -132,12 +134,7 @@ def in_fork(function) -> int:
         function()
         status = 0
     except BaseException:
-        import traceback
-
         traceback.print_exc()
     finally:
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(status)
-
-
-__all__ = ["World", "copy", "in_fork"]
