@@ -402,6 +402,7 @@ def test_eight_bits_of_zeros_and_of_a_wide_range():
     p.grad = torch.zeros_like(p)
     optimizer.step()
     assert torch.equal(p, before * (1 - LR * DECAY))
+    assert not optimizer.state[p]["exp_avg_sq"].any() and not optimizer.state[p]["exp_avg_sq_max"].any()
     p.grad[0, 0], p.grad[0, 1:256] = 1.0, 1e-4  # squares 1e-8 of the largest, which 8 bits have nothing for
     optimizer.step()
     p.grad.zero_()
@@ -644,6 +645,9 @@ def test_updates_with_and_without_kernels(name, weights, large_blocks):
                 else:
                     p.grad = g.to(p.dtype)
             update(1e-2, 1.0, 0.5)
+            if name == "schedulefree" and step == 0:  # the first average is the first z, and no EMA moves it
+                pairs = zip(net.parameters(), ema.parameters())
+                assert all(torch.equal(e, update.optimizer.state[p]["z"]) for p, e in pairs if p.requires_grad)
         half = [p for p in sd.fused.multiplied(net) if p.requires_grad] if kernels else []
         assert_copies(half)
         assert len(half) > 5 or not kernels
