@@ -29,7 +29,7 @@ from sd.diagnosis.findings import HEALTHY_RUNS, LOOK, Finding, as_rows
 from sd.errors import InputError
 from sd.output import save_png
 from sd.page import beside, curves, document, escape, heat, pictures, section, short, slider, table, thin, ticks
-from sd.report import blocks, key_numbers, means, read_run, report
+from sd.report import Run, blocks, draw_blocks, key_numbers, means, read_run, report
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
@@ -112,6 +112,8 @@ def test_curves_are_where_their_values_are():
     band = Page(curves({"a": [(0, 1.0), (1, 3.0)]}, "x", "y", bands={"a": [(0, 0.0, 4.0), (1, 2.0, 4.0)]}))
     assert band.all("path", "band")[0]["d"] == "M0 48L1000 48L1000 524L0 1000Z"
     assert "No numbers yet" in curves({"a": [(0, None), (1, float("inf"))]}, "step", "Loss")
+    flat = Page(curves({"a": [(0, 0), (1, 0)]}, "x", "y"))
+    assert flat.all("path", "line")[0]["d"] == "M0 1000L1000 1000"  # on the ground
     two = Page(curves({"a": [(0, 1)], "b": [(0, 2)]}, "x", "y", look={"b": (0, True)}))
     styles = [(p["style"], "dashed" in p["class"]) for p in two.all("path", "line") if "data-i" in p]
     assert styles == [("stroke:var(--c0)", False), ("stroke:var(--c0)", True)]
@@ -315,6 +317,9 @@ def test_whatever_numbers_by_block_there_are_become_maps():
         "health grad": ([7], {"a": [0], "b": [1], "c": [2]}),
         "health weight": ([7], {"a": [0], "b": [2], "c": [4]}),
     }
+    zeros = [{"step": i, "share": {"a": 0.0}, "norm": {"a": float(i), "b": 1.0}} for i in range(3)]
+    share, norm = (Page(drawn).data[0]["cells"] for drawn in draw_blocks(Run(Path("x"), health=zeros)))
+    assert share == [[0, 0, 0]] and norm == [[None, 1, 2], [1, 1, 1]]  # no logarithm of what is zero everywhere
     assert blocks([{"step": 0, "word": {"a": "x"}, "flag": {"a": True}}]) == {}
 
 
@@ -370,7 +375,7 @@ def test_a_long_run_has_a_small_page_in_seconds(long_run, capsys):
     charts = {s[0]: s for d in page.data if "series" in d for s in d["series"]}
     assert max(charts["gradient norm"][3]) == 41.5  # the spike of one line in 10,000
     assert all(len(s[2]) < 700 for s in charts.values()) and charts["pixels, ema"][3][-1] == 71
-    assert "tokens_per_s" in charts and len(charts["pixels, live"][2]) == 20
+    assert "tokens per s" in charts and len(charts["pixels, live"][2]) == 20
     words = " ".join(page.text.split())
     assert f"{LOOK} data latents a <mean> of 3 encode again 0 of {HEALTHY_RUNS}" in words
     assert "oscillation" in words.partition("rules found nothing, or had nothing to judge by")[2]
