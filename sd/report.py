@@ -248,12 +248,12 @@ def draw_curves(runs: Mapping[str, Run]) -> Html:
             chart[name].add(words, found, i, i, of, faint=bool(line))
             chart[name].add(f"{words}, mean of a window", line, i, i, of)
         for name in dict.fromkeys(k for row in run.log for k in row if k not in KNOWN):
-            more.setdefault(name, _Chart()).add(name, get(lambda r, name=name: r[name]), i, i, of)
+            more.setdefault(name, _Chart()).add(name.replace("_", " "), get(lambda r, name=name: r[name]), i, i, of)
         for name in dict.fromkeys(
             k for row in run.health for k in row if k not in KNOWN and number(row[k]) is not None
         ):
             found = [p for p in points(run.health, lambda r, name=name: r[name], x) if p[1] is not None]
-            more.setdefault(name, _Chart()).add(name, found, i, i, of)
+            more.setdefault(name, _Chart()).add(name.replace("_", " "), found, i, i, of)
         add_evaluations(more, run, x, i, of)
         words = f"{title}: resumed" if several else "resumed"
         marks += [(s["step"] * scale, words) for s in sessions_of(run) if number(s.get("step")) and s["step"] > 0]
@@ -386,8 +386,11 @@ def draw_blocks(run: Run) -> list[Html]:
     """Heat maps of whatever numbers by block the logs hold."""
     drawn = []
     for title, (steps, rows) in (blocks(run.log) | blocks(run.health)).items():
-        positive = all(v is None or v >= 0 for row in rows.values() for v in row)
-        drawn.append(heat(rows, steps, "step", title.replace("_", " "), log=positive))
+        values = [v for row in rows.values() for v in row if v is not None]
+        mostly = (
+            sum(v > 0 for v in values) > len(values) / 2
+        )  # a few zeros, as of the first step's gradients, stay empty
+        drawn.append(heat(rows, steps, "step", title.replace("_", " "), log=mostly and min(values) >= 0))
     return drawn
 
 
