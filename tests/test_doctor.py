@@ -7,6 +7,7 @@ tests/doctor/run.py breaks whole runs on purpose; here each rule meets the fault
 import hashlib
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from sd.checkpoints import Progress
 from sd.data import Batch
 from sd.diagnosis import course, data, network, painted, probing
 from sd.diagnosis.case import Case
-from sd.diagnosis.findings import BROKEN, LOOK, NOT_JUDGED, WELL, as_page, in_lines
+from sd.diagnosis.findings import BROKEN, HEALTHY_RUNS, LOOK, NOT_JUDGED, WELL, as_page, in_lines
 from sd.diagnosis.statistics import alternation, association, coverage, debiased, nearest, slope, standard_errors
 from sd.objective import Denoiser
 from sd.optim import clip_limit
@@ -229,7 +230,9 @@ def test_adaptive_clip_goes_on_from_what_was_saved():
     again = Progress.resumed(saved, 0)
     assert again.norms == progress.norms and again.usual_norm() == 1.5
     del saved["norms"]  # an older revision's
-    assert Progress.resumed(saved, 0).usual_norm() == saved["mean_norm"]
+    older = Progress.resumed(saved, 0)
+    older.advance(1000.0, math.inf, [0.0] * 20)
+    assert older.usual_norm() == saved["mean_norm"]
     saved["mean_norm"] = float("nan")
     assert Progress.resumed(saved, 0).usual_norm() == 0.0
     assert clip_limit({"clip": 1.0, "adaptive_clip": 3}, 0.0) == 1.0
@@ -323,6 +326,10 @@ def test_rules_on_latents():
     assert data.duplicates(latents).verdict == WELL
     twice = np.concatenate([latents, latents[:300]])
     assert data.duplicates(twice).verdict == BROKEN and data.duplicates(twice).numbers["value"] == pytest.approx(1 / 3)
+    assert data.alike(latents).verdict == data.alike(twice).verdict == WELL  # those are told by the other rule
+    rng = np.random.default_rng(0)
+    copies = latents[:1] + 0.02 * rng.standard_normal((580, 4, 8, 8)).astype(np.float32)
+    assert data.alike(np.concatenate([latents[:20], copies])).verdict == BROKEN
     assert data.leak(latents[100:], latents[:100], False).verdict == WELL
     assert data.leak(latents[50:], latents[:100], False).verdict == BROKEN
 
@@ -561,7 +568,7 @@ def test_the_doctor_changes_nothing_and_judges_a_run(world, tmp_path, capsys):
     assert report["tokenizer"]["verdict"] == report["latent scale"]["verdict"] == report["whole"]["verdict"] == WELL
     assert report["text"]["verdict"] == BROKEN  # captions of noise tell nothing
     text, page = capsys.readouterr().out, (tmp_path / "page.html").read_text()
-    for word in ("data: ", "checkpoint: well", "what to do: ", "accused 0 of 30 healthy runs"):
+    for word in ("data: ", "checkpoint: well", "what to do: ", f"accused 0 of {HEALTHY_RUNS} healthy runs"):
         assert word in text, word
     assert page.startswith("<!DOCTYPE html>") and "http://" not in page
 
@@ -596,6 +603,23 @@ def test_clamping_is_seen_in_a_folder_of_the_diffusers_library(tmp_path):
                            ({"thresholding": True}, BROKEN)):  # fmt: skip
         path.write_text(json.dumps(values))
         assert verdict_of(network.schedule(case), "clamp") == wanted
+
+
+def test_damaged_checkpoints_are_named(world, tmp_path):
+    """Of a run whose only one is damaged, and of a run that has a whole one before it."""
+    run = tmp_path / "run"
+    shutil.copytree(world / "watched", run)
+    newest = micro.checkpoints(run)[-1]
+    file = newest / "unet_ema.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 255
+    file.write_bytes(content)
+    report = doctor(run, tmp_path)
+    assert report["whole"]["verdict"] == BROKEN and "unet_ema.safetensors" in report["whole"]["evidence"]
+    assert report["model"]["verdict"] == NOT_JUDGED and report["latent scale"]["verdict"] == WELL
+    shutil.copytree(micro.checkpoints(world / "watched")[-1], run / "checkpoints" / "step_00000012")
+    report = doctor(run, tmp_path)
+    assert report["whole"]["verdict"] == BROKEN and report["weights finite"]["verdict"] == WELL
 
 
 @pytest.mark.parametrize(
