@@ -25,10 +25,13 @@ NO_MODEL = error: demo/drawings, with which make paint paints, is not in this co
 
 ARGS ?=
 
-.PHONY: demo paint showcase test test_slow faults lint clean_demo help
+.PHONY: demo finetune paint showcase test test_slow test_slurm test_hosts faults doctor_table lint clean_demo help
 
 demo: $(VENV)/installed  ## draw pictures, train on them, paint, and check the result: 8 minutes on two CPU cores
 	$(PY) demo/run.py
+
+finetune: $(VENV)/installed  ## after make demo: teach its model a new shape from 24 pictures by LoRA, and check the result
+	$(PY) demo/finetune.py
 
 paint: $(VENV)/installed  ## paint with the small model that comes along: make paint PROMPT="a red apple, 3d render"
 	@test -e "$$MODEL" || test "$$MODEL" != demo/drawings || { echo "$(NO_MODEL)" >&2; exit 2; }
@@ -47,6 +50,15 @@ test_slow: $(VENV)/installed_dev  ## run the tests that take minutes or gigabyte
 faults: $(VENV)/installed_dev  ## attack real trainings and count what they survive (docs/FAULTS.md)
 	$(PY) tests/faults/run.py
 
+doctor_table: $(VENV)/installed_dev  ## break 35 small runs on purpose and count what SD_Doctor.py finds (docs/DOCTOR.md)
+	$(PY) tests/doctor/run.py
+
+test_slurm: $(VENV)/installed_dev  ## train through slurm/*.sbatch on a Slurm of its own: 3 minutes, needs root
+	$(PY) tests/slurm/run.py
+
+test_hosts: $(VENV)/installed_dev  ## train over two network namespaces and cut the link: 3 minutes, needs root
+	$(PY) tests/hosts/run.py
+
 lint: $(VENV)/installed_dev  ## check style alone
 	$(PY) -m ruff check . && $(PY) -m ruff format --check .
 
@@ -54,7 +66,7 @@ clean_demo:  ## remove what the demo made
 	rm -r runs/demo
 
 help:  ## list these targets
-	@awk -F ':.*## ' '/^[a-z_]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z_]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 .venv/installed: requirements.txt
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
@@ -62,10 +74,11 @@ help:  ## list these targets
 	.venv/bin/python -m pip install -q -r requirements.txt
 	touch $@
 
-# open-clip-torch carries CLIP's vocabulary; its dependencies would bring a second torchvision and are left out.
+# open-clip-torch carries CLIP's vocabulary; torch-fidelity and prdc are oracles of tests/test_evaluate.py. Their
+# dependencies would bring a second torchvision and are left out.
 .venv/installed_dev: .venv/installed requirements-dev.txt requirements-data.txt
 	.venv/bin/python -m pip install -q -r requirements-dev.txt -r requirements-data.txt
-	.venv/bin/python -m pip install -q --no-deps 'open-clip-torch>=2.30'
+	.venv/bin/python -m pip install -q --no-deps 'open-clip-torch>=2.30' 'torch-fidelity>=0.4' 'prdc>=0.2'
 	touch $@
 
 none/installed none/installed_dev: ;

@@ -6,12 +6,18 @@
     python SD_ImageGen.py --model runs/final --prompts_file prompts.jsonl --batch 8 --grid 6 --out out
     python SD_ImageGen.py --model v1-5-pruned.safetensors --prompt "a lighthouse" --sampler dpmpp_2m_karras --steps 25
     python SD_ImageGen.py --model sd15_folder --prompt "the same in winter" --init_image house.jpg --strength 0.6
+    python SD_ImageGen.py --model runs/final --lora cat.safetensors:0.8 --lora runs/ink --prompt "a cat, ink drawing"
     python SD_ImageGen.py --model runs/final --from_png out/00003.png --steps 100 --out more
+    torchrun --nproc_per_node=8 SD_ImageGen.py --model runs/final --prompts_file 30k.jsonl --tars --out painted
 
 Picture i is drawn from seed + i by a CPU generator of its own, so it is the same whatever the batch, and nearly the
 same on every device. Each batch is saved as soon as it is done; numbers go on behind the pictures that are in the
 folder, and nothing is overwritten without --overwrite. PNGs carry their settings; several pictures also come as a grid
 with each one's prompt below it. The last line that is printed names the files.
+
+With --tars or --folders any number of processes (torchrun, srun, a Slurm array, by hand on several machines) share the
+pictures of one call. They paint what is missing in --out and end when all is there: the same command goes on after any
+stop, and the pictures are the same whatever the number of processes.
 
 Prompts have A1111's syntax of weights, `(word:1.3)`, `(word)`, `[word]`, `\\(` and BREAK, unless --plain_prompt is
 given, and may be of any length: they are encoded in chunks of 75 tokens, joined along the sequence. docs/PAINTING.md
@@ -19,16 +25,19 @@ says how.
 """
 
 import argparse
+import hashlib
 import json
 import math
+import os
 import sys
 import time
 
 import torch
 from tqdm import tqdm
 
+from sd.bulk import Bulk
 from sd.cli import parser
-from sd.device import DTYPES, layout, pick_device, usual_dtype
+from sd.device import DTYPES, find_ranks, layout, own_device, pick_device, usual_dtype
 from sd.errors import InputError, run
 from sd.fused import FusedUNet, apply
 from sd.graphs import Graphed
@@ -36,10 +45,22 @@ from sd.output import Output
 from sd.painting import decode_each, encode_pairs, fast, load_picture, make_sampler, sample_batches, sampler_options
 from sd.pictures import check_side
 from sd.pnginfo import read_settings
-from sd.prompts import LONG_PROMPTS, SEEDS, check_seed, check_text, foreign_syntax, parse_prompt, read_prompts
+from sd.prompts import (
+    LONG_PROMPTS,
+    SEEDS,
+    check_loras,
+    check_seed,
+    check_text,
+    foreign_syntax,
+    parse_prompt,
+    read_prompts,
+)
 from sd.samplers import SAMPLERS
 from sd.speed import sampling_benchmark
+from sd.weights.lora import is_lora, names_its_model
+from sd.weights.merge import with_loras
 from sd.weights.read import Model, load_text_encoder, load_vae, open_model
+from SD_Model import weights_hash
 
 
 def read_rows(args) -> list[dict]:
@@ -63,6 +84,7 @@ def read_rows(args) -> list[dict]:
             continue
         for side in ("prompt", "negative"):
             try:
+                check_loras(row[side])
                 parse_prompt(row[side])
             except InputError as e:
                 raise InputError(f"{row['where']}: {e}, or give --plain_prompt") from None
@@ -109,6 +131,12 @@ def parse_args(argv=None):
     g.add_argument("--seed", type=int, help=f"picture i uses seed + i; 0 to {SEEDS - 1}")
     g.add_argument("--n", type=int, help="pictures a prompt")
 
+    g = p.add_argument_group("many pictures, by any number of processes, resumable")
+    g.add_argument("--tars", type=int, nargs="?", const=256, metavar="PICTURES", help="into WebDataset tars of so many "
+                   "(256 if no number follows): png, txt, json (default: one folder of numbered pictures)")  # fmt: skip
+    g.add_argument("--folders", type=int, nargs="?", const=256, metavar="PICTURES", help="the same files in folders of "
+                   "so many (default: one folder of numbered pictures)")  # fmt: skip
+
     g = p.add_argument_group("sampling")
     g.add_argument("--sampler", help=", ".join(SAMPLERS))
     g.add_argument("--steps", type=int, help="sampling steps")
@@ -125,6 +153,8 @@ def parse_args(argv=None):
 
     g = p.add_argument_group("the model")
     g.add_argument("--weights", choices=["ema", "live"], help="the average of the weights, or the last ones")
+    g.add_argument("--lora", action="append", metavar="PATH[:WEIGHT]", help="add it to the model's weights; several "
+                   "times for several, which add up (default: none; weight 1)")  # fmt: skip
     g.add_argument("--vae", help="folder, file or hub name (default: the model's)")
     g.add_argument("--text_encoder", help="folder or hub name (default: the model's)")
     g.add_argument("--tokenizer", help="folder or hub name (default: the model's)")
@@ -151,6 +181,7 @@ def settle(args):
     if args.from_png is not None:
         given, notes = read_settings(args.from_png)
         name, sampler = given.pop("model_name", None), given.pop("unknown_sampler", None)
+        args.lora_hashes = given.pop("lora_hashes", []) if args.lora is None else []
         if sampler is not None and args.sampler is None:
             raise InputError(f"{args.from_png} wants the sampler {sampler!r}, which is not known here: give --sampler")
         if args.prompts_file is not None:
@@ -170,6 +201,8 @@ def settle(args):
             notes.append(f"it was painted with the model {name!r}, this one with {args.model}")
         for note in notes:
             print(f"note on {args.from_png}: {note}")
+    else:
+        args.lora_hashes = []
     if args.model is None:
         raise InputError("--model wants a checkpoint, a run folder, or any SD 1.x file or folder")
     for key, value in DEFAULTS.items():
@@ -196,14 +229,39 @@ def settle(args):
 
 
 def open_for(args) -> Model:
-    """The model that the flags name, with what they say about it."""
+    """The model that the flags name, with what they say about it. args.lora becomes what PNGs say of the LoRAs."""
+    if is_lora(args.model) and not names_its_model(args.model):
+        raise InputError(f"--model {args.model} is a LoRA: give the model that it is for, and this one as --lora")
     model = open_model(args.model, args.weights, args.prediction, args.zero_terminal_snr, args.tokenizer)
     if args.vae is not None:
         model.vae = lambda: load_vae(args.vae, args.weights)
     if args.text_encoder is not None:
         model.text_encoder = lambda: load_text_encoder(args.text_encoder, args.tokenizer, model.text_length)
+    if args.lora:
+        model, loras = with_loras(model, args.lora, args.weights)
+        for (lora, _), sha256 in zip(loras, args.lora_hashes):
+            if lora.sha256 != sha256:
+                print(f"note on {args.from_png}: {lora.path} is another file now, and the picture will be another")
+        args.lora = [{"path": lora.path, "name": lora.name, "weight": w, "sha256": lora.sha256} for lora, w in loras]
     print(model.found)
     return model
+
+
+def output_for(args, count: int) -> Output | Bulk:
+    """Where `count` pictures go. InputError for flags that do not go together."""
+    if args.tars is None and args.folders is None:
+        try:
+            world = find_ranks(os.environ)[1]
+        except InputError:  # of something else: one process needs no rank
+            world = 1
+        if world > 1:
+            raise InputError(f"{world} processes were started, and each would paint all: add --tars or --folders")
+        return Output(args.out, count, args.overwrite, args.grid)
+    if odd := [name for name in ("overwrite", "grid") if getattr(args, name)]:
+        raise InputError(f"--{odd[0]} is of a folder of numbered pictures: drop it, or --tars and --folders")
+    if args.tars is not None and args.folders is not None:
+        raise InputError("--tars and --folders are two forms of the same: give one of them")
+    return Bulk(args.out, *(("tars", args.tars) if args.folders is None else ("folders", args.folders)), count)
 
 
 def main(argv=None):
@@ -212,17 +270,18 @@ def main(argv=None):
     try:
         rows = read_rows(args)
         if args.benchmark is None:
-            output = Output(args.out, len(rows) * args.n, args.overwrite, args.grid)
+            output = output_for(args, len(rows) * args.n)
         paint(args, rows, output)
     except KeyboardInterrupt:
         print(f"\nstopped: {output.told() if output else 'nothing was begun'}", file=sys.stderr)
         raise SystemExit(130) from None
 
 
-def paint(args, rows: list[dict], output: Output | None):
+def paint(args, rows: list[dict], output: Output | Bulk | None):
     """Open the model and paint all rows, batch after batch, each saved when it is done; or time it, --benchmark."""
     started = time.time()
-    device = pick_device(args.device)
+    bulk = isinstance(output, Bulk)
+    device = own_device(args.device) if bulk else pick_device(args.device)
     dtype = DTYPES[args.dtype or usual_dtype(device)]
     model = open_for(args)
     height = args.height if args.height is not None else model.size
@@ -256,34 +315,47 @@ def paint(args, rows: list[dict], output: Output | None):
             apply(vae)
         row = sampling_benchmark(unet, vae, context, args, shape, device, dtype)
         return print(json.dumps({"benchmark": "sample", "model": args.model, "load_s": load_s} | row))
-    unet = fast(model.unet(device, dtype), device, dtype)
+    unet, about = model.unet(device, dtype), settings_for_png(args, model, sampling, (width, height))
+    if bulk:
+        jobs = [job(rows, args, i) for i in range(output.count)]
+        hashes = {name: weights_hash(part) for name, part in
+                  (("unet", unet), ("vae", vae), ("text_encoder", text_encoder.model))}  # fmt: skip
+        texts = hashlib.sha256(json.dumps(jobs).encode()).hexdigest()
+        output.claim({"jobs": texts, "dtype": str(dtype), "weights_hash": hashes} | about)
+    unet = fast(unet, device, dtype)
     if isinstance(unet, FusedUNet):
         unet, vae = Graphed(unet), apply(vae)
     vae = vae.to(device, dtype, memory_format=layout(device))
+    bar = tqdm(total=output.count * args.steps, desc="sampling", unit="step", disable=bulk)
 
-    about = settings_for_png(args, model, sampling, (width, height))
+    def painted(jobs: list[dict], wanted: set[int] | None = None):
+        """The jobs' pictures, in batches: index, uint8 RGB [H, W, 3], and what it says about itself."""
+        contexts, nulls = encode_jobs(text_encoder, jobs, args)
+        for part, latents in sample_batches(
+            unet, contexts, nulls, [j["seed"] for j in jobs], shape, sampler=sampler, steps=args.steps, cfg=args.cfg,
+            batch=args.batch, device=device, watch=bar.update, rescale=args.cfg_rescale, init=init, wanted=wanted,
+        ):  # fmt: skip
+            pictures, reason = decode_each(vae, latents, device, dtype)
+            failed = []
+            for i, image in zip(part, pictures):
+                if image is not None:
+                    long = len(contexts[i]) > text_encoder.max_length
+                    padded = {"padded": True} if long and args.long_prompts == "padded" else {}
+                    yield i, image, jobs[i] | about | padded
+                else:
+                    failed.append(jobs[i]["seed"])
+            if failed:
+                raise InputError(f"the picture of seed {failed[0]} failed: {reason}")
+
     window = args.batch * max(1, 64 // args.batch)  # prompts encoded at once: memory does not grow with their number
     try:
-        with tqdm(total=output.count * args.steps, desc="sampling", unit="step") as bar:
+        if bulk:
+            return output.paint(lambda i: job(rows, args, i), painted, window)
+        with bar:
             for first in range(0, output.count, window):
                 jobs = [job(rows, args, i) for i in range(first, min(output.count, first + window))]
-                contexts, nulls = encode_jobs(text_encoder, jobs, args)
-                for part, latents in sample_batches(
-                    unet, contexts, nulls, [j["seed"] for j in jobs], shape, sampler=sampler, steps=args.steps,
-                    cfg=args.cfg, batch=args.batch, device=device, watch=bar.update, rescale=args.cfg_rescale,
-                    init=init,
-                ):  # fmt: skip
-                    pictures, reason = decode_each(vae, latents, device, dtype)
-                    failed = []
-                    for i, image in zip(part, pictures):
-                        if image is not None:
-                            long = len(contexts[i]) > text_encoder.max_length
-                            padded = {"padded": True} if long and args.long_prompts == "padded" else {}
-                            output.save(first + i, image, jobs[i] | about | padded)
-                        else:
-                            failed.append(jobs[i]["seed"])
-                    if failed:
-                        raise InputError(f"the picture of seed {failed[0]} failed: {reason}")
+                for i, image, settings in painted(jobs):
+                    output.save(first + i, image, settings)
         sheet = output.save_grid(about, [job(rows, args, i)["prompt"] for i in range(len(output.paths))])
     except torch.OutOfMemoryError:
         raise InputError(f"--batch {args.batch} is too much for {device}'s memory: {output.told()}") from None
@@ -312,7 +384,7 @@ def settings_for_png(args, model, sampling: dict, size: tuple[int, int]) -> dict
         settings["ddim_timesteps"] = args.ddim_timesteps
     if args.init_image is not None:
         settings |= {"init_image": args.init_image, "strength": args.strength}
-    extra = ("vae", "text_encoder", "tokenizer", "prediction", "zero_terminal_snr", "cfg_rescale")
+    extra = ("lora", "vae", "text_encoder", "tokenizer", "prediction", "zero_terminal_snr", "cfg_rescale")
     return settings | {k: getattr(args, k) for k in extra if getattr(args, k)}
 
 

@@ -1,14 +1,15 @@
-"""Train the UNet (and, if asked, the text encoder) on cached latents, phase after phase.
+"""Train the UNet (and, if asked, the text encoder) on cached latents or on pictures, phase after phase.
 
     python SD_Train.py --phase demo --data_root data --out runs/demo                                   # one device
     torchrun --nproc_per_node=2 SD_Train.py --phase laion_broad --data_root data --out runs/1_broad    # two GPUs
     torchrun --nproc_per_node=2 SD_Train.py --phase laion_hq --data_root data --out runs/2_hq --init_from runs/1_broad
     torchrun ... (the same command) --resume                                                # go on after any stop
+    python SD_Train.py --phase finetune --pictures my_cat --init_from model.safetensors --out runs/cat
     python SD_Train.py --phase 1 --data_root data --dry_run                                 # what would be done
     python SD_Train.py --phase 1 --benchmark 200                                            # speed on this card
 
 On several machines, start the same torchrun line on each with --nnodes, --node_rank and --rdzv_endpoint, or one process
-a GPU with srun, MASTER_ADDR and MASTER_PORT being set.
+a GPU with srun; slurm/train.sbatch is a job that goes on by itself when its time is over.
 
 What is random about a sample (its place in the epoch, noise, timestep, caption drop) is a function of the seed and of
 the sample's global position alone, so that ranks x batch x accumulation can be cut in any way, and a run killed at any
@@ -39,14 +40,16 @@ from sd.cli import parser
 from sd.data import Batch, Prefetcher, check_seed, make_batch
 from sd.device import Place, check_agreement, peak_flops, setup_device, sum_over_ranks, usual_dtype
 from sd.errors import InputError, run
+from sd.health import Health
 from sd.inputs import agreed_flags, agreed_inputs, check_inputs, crc, hash_inputs
 from sd.log import Window
 from sd.lora import TARGETS, check_flags
 from sd.networks import read_overrides, unet_config
 from sd.objective import BINS, describe_weights, validate
-from sd.optim import clip_limit, ema_decay
+from sd.online import check_settings, load_pictures, name_vae
+from sd.optim import OPTIMIZERS, check_optimizer, clip_limit, ema_decay
 from sd.painting import sample_grid, sample_prompts
-from sd.plan import Course, Plan, choose_grad_checkpoint, dry_run, make_plan, mean_flops, passes, rank_positions
+from sd.plan import Course, Plan, choose_grad_checkpoint, dry_run, fit, make_plan, mean_flops, passes, rank_positions
 from sd.run_folder import RunFolder
 from sd.setup import (
     Data,
@@ -60,6 +63,7 @@ from sd.setup import (
     text_for,
     vae_of_latents,
 )
+from sd.slurm import SIGNALS, UNFINISHED
 from sd.speed import TRACED, train_benchmark, warm_up_steps
 from sd.step import MicroSteps, Update, peak_memory, wrap
 from SD_Model import PRESETS, NoiseSchedule, count_parameters
@@ -121,7 +125,13 @@ DEFAULTS = dict(
     dtype=None, channels_last=None, save_steps=1000, keep_last=3, keep_every=0,
     val_steps=500, val_images=256, sample_steps=1000, sample_prompts=None, sample_cfg=7.5, log_steps=10,
     max_skipped=10, wandb="auto",
+    optimizer="adamw", weights_dtype="fp32", no_ema=False,
     lora=None, lora_alpha=None, lora_conv=None, lora_targets="transformer",
+    pictures=None, captions=None, caption=None, caption_encoding=None, regularise=None, index=None, strict=False,
+    where=None, balance=None, val_fraction=None, window=0, images=None,
+    crop_scale=None, crop_aspect=None, flip=False, jitter=0.0, workers=None, picture_memory=4.0,
+    cache=None, cache_gib=50.0,
+    health_steps=200,
 )  # fmt: skip
 # What a phase changes of them. These phases go on from a model that is there.
 FURTHER = {
@@ -132,12 +142,14 @@ FURTHER = {
 CHANGEABLE = set(
     "dataset latents data_root dataset_name vae text_encoder tokenizer max_steps minutes epochs lr batch accumulate "
     "grad_checkpoint kernels compress_gradients peer_copies dtype channels_last save_steps keep_last keep_every "
-    "val_steps val_images sample_steps sample_prompts sample_cfg log_steps max_skipped wandb".split()
+    "val_steps val_images sample_steps sample_prompts sample_cfg log_steps max_skipped wandb "
+    "pictures captions index strict images workers picture_memory cache cache_gib health_steps".split()
 )
 TOO_MANY_SKIPPED = (
     "error: {} steps in a row had gradients that are not finite; look for NaN in the latents, lower --lr, or go on "
     "from an older checkpoint with --resume PATH"
 )
+SAVE_FAILED = "error: the last checkpoint could not be written; free some disk and run again with --resume"
 
 
 def parse_args(argv=None) -> argparse.Namespace:
@@ -160,7 +172,8 @@ def parse_args(argv=None) -> argparse.Namespace:
                    "(default: none)")  # fmt: skip
     g.add_argument("--train_text_encoder", help="train it with the UNet", **on)
     g.add_argument("--text_lr", type=float, help="its learning rate, as a multiple of --lr")
-    g.add_argument("--vae", help="for sample grids (default: the one that the latents were made with)")
+    g.add_argument("--vae", help="for sample grids and --pictures (default: the one that the latents were made with; "
+                   "of --pictures that of --init_from, or for sd15 stabilityai/sd-vae-ft-mse)")  # fmt: skip
     g.add_argument("--zero_init", choices=["all", "original", "none"], help="which layers start at zero")
 
     g = p.add_argument_group("adapters")
@@ -181,6 +194,41 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--size", type=int, help="pixels a side")
     g.add_argument("--latent_fraction", type=float, help="use this share of the pictures, chosen by hash of the key")
 
+    g = p.add_argument_group("pictures, encoded while training instead of --data")
+    g.add_argument("--pictures", metavar="DIR or TARS", help="a folder of pictures, tars ('a/{00000..00999}.tar', a "
+                   "glob, a folder), a list with file and caption (.csv, .jsonl, .parquet), or several with commas "
+                   "(default: none)")  # fmt: skip
+    g.add_argument("--captions", metavar="LIST", help="of a folder's pictures: a list with file and caption (default: "
+                   "captions.csv, .jsonl or .parquet in it, else texts beside the pictures)")  # fmt: skip
+    g.add_argument("--caption", metavar="TEXT", help="of all, in which {name} and {folder} stand for a picture's "
+                   "(default: as --captions says)")  # fmt: skip
+    g.add_argument("--caption_encoding", metavar="NAME", help="of captions that are not UTF-8 (default: UTF-8, or "
+                   "UTF-16 with its mark)")  # fmt: skip
+    g.add_argument("--regularise", metavar="DIR:WEIGHT", help="further pictures, shown WEIGHT times as often as all of "
+                   "--pictures, to preserve what the model knows of the class (default: none)")  # fmt: skip
+    g.add_argument("--where", metavar="WORDS", help='which of them, as in "pwatermark<=0.5 and original_width>=512" '
+                   "(default: all)")  # fmt: skip
+    g.add_argument("--balance", metavar="FIELD", help="show every value of this field as often as every other "
+                   "(default: every picture)")  # fmt: skip
+    g.add_argument("--val_fraction", type=float, help="share held out by hash of the key, at least one picture "
+                   "(default: 0.1 of up to 1,000 pictures, else 0.01)")  # fmt: skip
+    g.add_argument("--crop_scale", metavar="LOW,HIGH", help="cut out a random part, of this share of the largest one's "
+                   "area, as in 0.25,1 (default: the whole middle)")  # fmt: skip
+    g.add_argument("--crop_aspect", metavar="LOW,HIGH", help="of its width to its height, as in 0.9,1.1 (default: 1)")
+    g.add_argument("--flip", help="mirror half of the showings", **on)
+    g.add_argument("--jitter", type=float, help="change brightness, contrast and saturation by up to this share")
+    g.add_argument("--window", type=int, help="tars that are shuffled together, for disks that want to read in one "
+                   "place; 0: all")  # fmt: skip
+    g.add_argument("--index", metavar="DIR", help="folder of the index (default: .index beside tars and pictures)")
+    g.add_argument("--cache", metavar="DIR", help="folder for tars that --pictures names by https://, http:// or "
+                   "pipe:COMMAND (default: none)")  # fmt: skip
+    g.add_argument("--cache_gib", type=float, metavar="GIB", help="that these may take")
+    g.add_argument("--strict", help="refuse tars that are cut or missing, and pictures that cannot be used", **on)
+    g.add_argument("--workers", type=int, help="of each process: threads that decode, and processes that index "
+                   "(default: as many as cores, up to 16)")  # fmt: skip
+    g.add_argument("--picture_memory", type=float, metavar="GIB", help="of latents, or decoded pictures, kept by each "
+                   "process")  # fmt: skip
+
     g = p.add_argument_group("optimisation")
     g.add_argument("--epochs", type=float, help="passes over the data")
     g.add_argument("--max_steps", type=int, help="optimizer steps of the whole run, instead of --epochs; of the two, "
@@ -188,6 +236,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--minutes", type=float, help="time of training, instead of --epochs: the learning rate follows the "
                    "clock, and a run that goes on counts what it has spent; not exact to the bit "
                    "(default: as --epochs says)")  # fmt: skip
+    g.add_argument("--images", type=int, help="pictures to show, instead of --epochs (default: as --epochs says)")
     g.add_argument("--stop_at", type=int, help="save and stop after this step; the schedule stays as planned "
                    "(default: the last step)")  # fmt: skip
     g.add_argument("--batch", type=int, help="images a GPU and micro-batch")
@@ -199,8 +248,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--beta1", type=float, help="AdamW's, of the gradient's running mean")
     g.add_argument("--beta2", type=float, help="AdamW's, of its square's")
     g.add_argument("--clip", type=float, help="largest global gradient norm; 0: any")
-    g.add_argument("--adaptive_clip", type=float, help="and at most this multiple of the norm's running mean, say 3; "
-                   "0: any")  # fmt: skip
+    g.add_argument("--adaptive_clip", type=float, help="and at most this multiple of the median of the last 100 steps' "
+                   "norms, say 3; 0: any")  # fmt: skip
     g.add_argument("--ema", type=float, help="decay of the weights' average")
     g.add_argument("--seed", type=int, help="of weights, order, noise and timesteps, from 0 to 4,294,967,295")
 
@@ -229,6 +278,17 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--channels_last", help="memory format NHWC (default: on CUDA)", **on)
     g.add_argument("--contiguous", dest="channels_last", action="store_false", default=None, help="NCHW instead")
 
+    g = p.add_argument_group("optimizer and its memory")
+    g.add_argument("--optimizer", choices=OPTIMIZERS, help="lion wants a third of AdamW's --lr or less. Some "
+                   "change other defaults: prodigy --lr 1, lion --beta2 0.99, schedulefree --lr_schedule "
+                   "constant")  # fmt: skip
+    g.add_argument("--weights_dtype", choices=["fp32", "bf16"], help="of convolutions and products as they are kept; "
+                   "bf16 ones are rounded at random after each step")  # fmt: skip
+    g.add_argument("--no_ema", help="no average of the weights: the live ones are saved and painted with", **on)
+    g.add_argument("--fit", type=float, metavar="GIB", help="make training fit into so many GiB, where no flag says "
+                   "otherwise: --no_ema, --grad_checkpoint, --optimizer adamw8bit, --weights_dtype bf16, and smaller "
+                   "micro-batches, in that order and no more than needed (default: none of these)")  # fmt: skip
+
     g = p.add_argument_group("the run")
     g.add_argument("--out", help="run folder (default: runs/<phase>)")
     g.add_argument("--resume", nargs="?", const="latest", metavar="CHECKPOINT", help="go on from the newest valid "
@@ -244,6 +304,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--sample_cfg", type=float, help="guidance of the sample grids")
     g.add_argument("--log_steps", type=int, help="steps a line of log.jsonl")
     g.add_argument("--max_skipped", type=int, help="stop after so many non-finite steps in a row")
+    g.add_argument("--health_steps", type=int, help="steps a line of health.jsonl, by which SD_Doctor.py judges; 0: "
+                   "never")  # fmt: skip
     g.add_argument("--wandb", choices=["auto", "online", "offline", "disabled"],
                    help="Weights & Biases; auto: online with a key, offline without")  # fmt: skip
     g.add_argument("--dry_run", action="store_true", help="print the resolved configuration and plan, and stop")
@@ -251,6 +313,12 @@ def parse_args(argv=None) -> argparse.Namespace:
                    "are named, and stop (default: train)")  # fmt: skip
     g.add_argument("--trace", metavar="FILE", help="of --benchmark: write a trace of three more steps, in Chrome's "
                    "format (default: none)")  # fmt: skip
+
+    g = p.add_argument_group("several machines")
+    g.add_argument("--requeue_signal", choices=SIGNALS, help="save and stop at this signal too, and end with status "
+                   f"{UNFINISHED} when a signal stopped the run, for slurm/train.sbatch (default: none)")  # fmt: skip
+    g.add_argument("--timeout", type=float, help="seconds that processes wait for each other (default: 600 with GPUs, "
+                   "else 1800)")  # fmt: skip
     return p.parse_args(argv)
 
 
@@ -294,7 +362,7 @@ def resolve(args, saved: dict | None) -> dict:
         raise InputError(
             f"{what} goes on from weights that are there: name a model, an SD 1.x file say, with --init_from"
         )
-    ends = ("epochs", "max_steps", "minutes")
+    ends = ("epochs", "max_steps", "minutes", "images")
     if given := [name for name in ends if getattr(args, name) is not None]:
         if len(given) > 1:
             raise InputError(f"--{given[0]} and --{given[1]} both say how long to train: give one of them")
@@ -307,7 +375,7 @@ def resolve(args, saved: dict | None) -> dict:
         if not 0 < settings[name] < math.inf:
             raise InputError(f"--{name} wants a positive number, found {settings[name]}")
     for name in ("warmup", "decay", "clip", "adaptive_clip", "gamma", "offset_noise", "text_lr", "keep_last",
-                 "keep_every", "val_steps", "sample_steps"):  # fmt: skip
+                 "keep_every", "val_steps", "sample_steps", "health_steps"):  # fmt: skip
         if not 0 <= settings[name] < math.inf:
             raise InputError(f"--{name} wants a number from 0 up, found {settings[name]}")
     for name in ("drop", "ema", "latent_fraction"):
@@ -324,7 +392,8 @@ def resolve(args, saved: dict | None) -> dict:
             raise InputError(f"--{name} wants a number from 0 to below 1, found {settings[name]}")
     if settings["minutes"] is not None and not 0 < settings["minutes"] < 1e6:
         raise InputError(f"--minutes wants a positive number, found {settings['minutes']}")
-    for name, value in (("max_steps", settings["max_steps"]), ("stop_at", args.stop_at), ("benchmark", args.benchmark)):
+    for name, value in (("max_steps", settings["max_steps"]), ("stop_at", args.stop_at), ("benchmark", args.benchmark),
+                        ("images", settings["images"])):  # fmt: skip
         if value is not None and value < 1:
             raise InputError(f"--{name} wants a positive number, found {value}")
     if args.trace and not args.benchmark:
@@ -337,6 +406,7 @@ def resolve(args, saved: dict | None) -> dict:
         )
     if (settings["dataset"] is None) != (settings["latents"] is None):
         raise InputError("--dataset and --latents name one source together: give both, or --data_root alone")
+    check_settings(settings, {name for name, value in vars(args).items() if value is not None})
     if settings["dataset"] is not None and args.dataset_name is not None:
         raise InputError("--dataset_name is of sources below --data_root: drop it, or --dataset and --latents")
     return settings
@@ -390,24 +460,27 @@ def loader_of(data: Data, plan: Plan, settings: dict, null_ids, timesteps: int, 
         )  # fmt: skip
 
     cut = settings["batch"], settings["accumulate"], place.rank, place.world
-    return Prefetcher(batch_at, rank_positions(first, end, plan.global_batch, *cut), place.device)
+    positions = rank_positions(first, end, plan.global_batch, *cut)
+    if settings["pictures"]:
+        positions = data.train.ahead(positions, plan.order)
+    return Prefetcher(batch_at, positions, place.device)
 
 
-def stop_on_signals() -> threading.Event:
-    """Set by SIGTERM and Ctrl-C. The first asks for a save at the next step boundary; later ones change nothing, so
+def stop_on_signals(stop: threading.Event, *signals: signal.Signals):
+    """Let these signals set `stop`. The first asks for a save at the next step boundary; later ones change nothing, so
     that none can break the save."""
-    stop = threading.Event()
-    for s in (signal.SIGTERM, signal.SIGINT):
+    for s in signals:
         signal.signal(s, lambda *_: stop.set())
-    return stop
 
 
 def main(argv=None):
-    args = parse_args(argv)
+    args, stop = parse_args(argv), threading.Event()
+    if args.requeue_signal:  # heard from here on, as it ends a process that does not expect it
+        stop_on_signals(stop, signal.Signals[f"SIG{args.requeue_signal}"])
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     disable_progress_bar()  # of transformers, whose bars would break ours
     out = Path(args.out or f"runs/{phase_named(args.phase)}")
-    place = setup_device(args.device)
+    place = setup_device(args.device, args.timeout)
     device, rank, world, local = place
     say = print if place.first else lambda *a, **k: None
 
@@ -415,6 +488,7 @@ def main(argv=None):
     checkpoint = find_checkpoint(out, args.resume, say) if args.resume else None
     saved = json.loads((checkpoint / "state.json").read_text()) if checkpoint else None
     settings = for_device(resolve(args, saved and saved["settings"]), device)
+    check_optimizer(args, settings, begins=saved is None)
     check_agreement(agreed_flags(args, settings, saved), device, world)
     schedule = NoiseSchedule(
         settings["betas"], prediction=settings["prediction"], zero_terminal_snr=settings["zero_terminal_snr"]
@@ -423,15 +497,22 @@ def main(argv=None):
 
     # Networks, data, and the plan made of both.
     unet = fresh_unet(args, settings, device)
-    if args.benchmark and args.data_root is args.dataset is args.data is None:
+    if args.benchmark and args.data_root is args.dataset is args.data is args.pictures is None:
         denoiser = make_denoiser(unet, None, settings)
+        fit(args, settings, denoiser, None, device, True, say)
         unet.set_grad_checkpoint(choose_grad_checkpoint(settings, denoiser, None, device, say))
         return train_benchmark(args.benchmark, settings, denoiser, schedule, place, args.trace)
+    if settings["pictures"]:
+        name_vae(settings, args.init_from)
     text_encoder = load_text_encoder(settings, checkpoint, args.init_from)
     text_encoder.requires_grad_(settings["train_text_encoder"])
     denoiser = make_denoiser(unet, text_encoder, settings)
-    data = load_data(settings, text_encoder, pretouch=local == 0)
-    describe_data(data, settings, say)
+    fit(args, settings, denoiser, text_encoder, device, saved is None, say)
+    if settings["pictures"]:
+        data = load_pictures(settings, text_encoder, place, say)
+    else:
+        data = load_data(settings, text_encoder, pretouch=local == 0)
+        describe_data(data, settings, say)
     inputs = hash_inputs(data, text_encoder, settings["train_text_encoder"] and not settings["lora"])
     if saved:
         check_inputs(saved, data, inputs, say)
@@ -463,17 +544,21 @@ def main(argv=None):
         folder = RunFolder(out, settings, checkpoint, trained, plan, data, inputs, schedule, text_encoder, vae, command)
     model = wrap(denoiser, settings, world)
     micro_steps = MicroSteps(model, text_of, schedule, settings, update, device, say, shapes)
+    health = Health(folder and folder.log, denoiser, ema, settings, schedule, text_of, data.train, plan,
+                    update.shared is not None)  # fmt: skip
     fixed = fixed_batches(data.val, data.train, settings, schedule.steps, say)
     say(f"settings: {json.dumps(settings)}")
     say(f"{settings['phase']}: {plan.length(settings)} ({world} x {settings['batch']} x {settings['accumulate']}); "
         f"UNet {count_parameters(unet)[1]:,} parameters; "
         f"{device}, {settings['dtype']}; from step {progress.step:,}")  # fmt: skip
 
-    stop, peak = stop_on_signals(), peak_flops(device)
+    peak = peak_flops(device)
+    stop_on_signals(stop, signal.SIGTERM, signal.SIGINT)
     flops = passes(settings) * mean_flops(unet.config, data.train) if peak else None
     loader, course = loader_of(*sampled, plan.first, plan.end), Course(plan, settings, progress.seconds)
     bar = tqdm(total=None if course.limit else plan.total, initial=plan.first, disable=not place.first, unit="step",
                dynamic_ncols=True, mininterval=1.0)  # fmt: skip
+    stopping = False
     try:
         while progress.step < plan.end and not course.over(progress.step):
             # One optimizer step: the gradients of the mean loss over the global batch, however it is cut.
@@ -490,7 +575,8 @@ def main(argv=None):
                 stats[2 : 2 + BINS] += losses @ bins
                 stats[2 + BINS :] += bins.sum(dim=0)
                 progress.seen += batch.seen
-            limit = clip_limit(settings, progress.mean_norm)
+            health.before(progress.step, batch)
+            limit = clip_limit(settings, progress.usual_norm())
             norm = update(lr, limit, ema_decay(settings["ema"], progress.updates))
             stats[0], stats[1] = float(stop.is_set()), course.now() if rank == 0 else 0.0
             if world > 1:
@@ -500,6 +586,7 @@ def main(argv=None):
                 update.skipped()
                 say(f"\nwarning: step {progress.step} skipped, its gradients are not finite "
                     f"({progress.skipped} in a row)")  # fmt: skip
+            health.after(progress.step, norm, limit, lr)
             micro_steps.end()
             bar.update()
             if progress.skipped >= settings["max_skipped"]:
@@ -527,7 +614,7 @@ def main(argv=None):
             if validating or painting or saving or step == plan.first + 1:  # where whatever it lacks is seen at once
                 update.complete()
             if validating:
-                for weights, module in (("live", denoiser), ("ema", ema)):
+                for weights, module in (("live", denoiser), ("ema", ema))[: 1 if ema is denoiser else 2]:
                     for split, part in fixed.items():
                         result = validate(module, settings, part, text_of, schedule, place)
                         if folder:
@@ -557,15 +644,17 @@ def main(argv=None):
         elif not folder.saver.failed_last:
             images = progress.step * plan.global_batch
             say(f"done: {progress.step:,} steps, {images:,} images; {out}/checkpoints/step_{progress.step:08d}")
+    failed = sum_over_ranks(int(folder is not None and folder.saver.failed_last), device, world)  # all wait here
     if world > 1:
-        dist.barrier()
         # DDP goes first. Were it the group's last owner, its destructor would wait, with Python's lock in hand, for
         # gloo's threads, and these sometimes wait for that lock (seen with torch 2.13).
         del model, micro_steps
         gc.collect()
         dist.destroy_process_group()
-    if folder and folder.saver.failed_last:
-        raise SystemExit("error: the last checkpoint could not be written; free some disk and run again with --resume")
+    if failed:
+        raise SystemExit(SAVE_FAILED if folder else 1)
+    if args.requeue_signal and stopping and progress.step < plan.end and not course.over(progress.step):
+        raise SystemExit(UNFINISHED)
 
 
 if __name__ == "__main__":

@@ -38,11 +38,11 @@ from pathlib import Path
 import torch
 
 from sd.cli import parser
-from sd.device import DTYPES, pick_device, usual_dtype
+from sd.device import DTYPES, own_device, usual_dtype
 from sd.encoder import Encoder
 from sd.errors import InputError, run
-from sd.files import sha256
-from sd.latents import Shard, address, finished, open_folder, stamp, write_manifest, write_shard
+from sd.files import sha256, stamp
+from sd.latents import Shard, address, finished, open_folder, write_manifest, write_shard
 from sd.locks import Locks
 from sd.pictures import check_side
 from sd.shards import FLIP, list_shards, source_of
@@ -202,12 +202,9 @@ def parse_args(argv=None):
 
 def device_of(args) -> torch.device:
     """The device to encode on, and what the flags leave to it: --batch, --workers, --dtype."""
-    device = pick_device(args.device)
+    device = own_device(args.device)
     cuda = device.type == "cuda"
     if cuda:
-        local = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
-        device = torch.device("cuda", local % torch.cuda.device_count() if device.index is None else device.index)
-        torch.cuda.set_device(device)  # kernels, streams and events are the current device's
         torch.backends.cudnn.benchmark = True  # batches are padded to one shape, or one for each bucket
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     args.batch = (32 if cuda else 8) if args.batch is None else args.batch

@@ -10,7 +10,8 @@ from sd.device import DTYPES, compiled_or_plain
 from sd.errors import InputError
 from sd.fused import apply
 from sd.kernels import compile_ahead
-from sd.optim import Muon, ema_decay, update_ema
+from sd.optim import ema_decay, update_ema
+from sd.optimizers import Muon
 from SD_Model import PRESETS, VAE
 
 MAX_MEASURED = 4096  # pictures of a size that the latents' standard deviation is measured on

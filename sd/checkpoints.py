@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import statistics
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -14,10 +15,12 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
+from sd.adam8bit import AdamW8bit
 from sd.errors import InputError, reading
 from sd.files import digests, fsync, read_json
 from sd.log import Window
 from sd.lora import from_tensors, load_adapters
+from sd.optimizers import OTHER_SHAPES
 from sd.weights.parts import save_vae
 from sd.weights.read import checkpoint_folders, checkpoint_problem, checkpoint_step
 from sd.weights.tensors import save_tensors
@@ -29,9 +32,13 @@ MAX_STEPS = 99_999_999  # as many as eight digits of a checkpoint's name can tel
 
 STATE = {"settings", "global_batch", "data", "step", "ema_updates", "skipped", "mean_norm", "seen", "lineage", "window"}
 
+AVERAGE = "unet_ema.safetensors"  # which runs with --no_ema do not have
+
 ADAPTERS = {"lora.safetensors", "lora_ema.safetensors"}  # instead of weights, where adapters are trained
 
-NEEDED = {"unet.safetensors", "unet_ema.safetensors", "optimizer.pt", "model.json", "state.json"}  # to go on from one
+RECENT = 100  # steps whose gradient norms --adaptive_clip goes by
+
+NEEDED = {"unet.safetensors", AVERAGE, "optimizer.pt", "model.json", "state.json"}  # to go on from one
 
 
 def resume_problem(folder: Path, needed: set[str] = NEEDED, state: set[str] = STATE) -> str | None:
@@ -40,9 +47,10 @@ def resume_problem(folder: Path, needed: set[str] = NEEDED, state: set[str] = ST
         return fault
     files = set(read_json(folder / "manifest.json"))
     if files & ADAPTERS and needed is NEEDED:
-        needed = NEEDED - {"unet.safetensors", "unet_ema.safetensors"} | ADAPTERS
-    if missing := needed - files:
-        return f"its manifest lacks {sorted(missing)[0]}"
+        needed = NEEDED - {"unet.safetensors", AVERAGE} | ADAPTERS
+    lacking = needed - files
+    if lacking and lacking != {AVERAGE}:
+        return f"its manifest lacks {sorted(lacking)[0]}"
     try:
         saved, named = json.loads((folder / "state.json").read_text()), checkpoint_step(folder)
     except ValueError:
@@ -54,6 +62,8 @@ def resume_problem(folder: Path, needed: set[str] = NEEDED, state: set[str] = ST
     kinds = {"settings": dict, "config": dict, "data": dict, "inputs": dict, "lineage": list, "step": int, "seen": int}
     if odd := [name for name, kind in kinds.items() if name in saved and type(saved[name]) is not kind]:
         return f"its state.json has another kind of value for {odd[0]}"
+    if lacking and not saved["settings"].get("no_ema"):
+        return f"its manifest lacks {AVERAGE}"
     if named not in (None, saved["step"]):
         return f"its state.json is of step {saved['step']:,}: a copy under another name"
     return None
@@ -229,11 +239,12 @@ def write_checkpoint(folder: Path, snapshot: dict):
 
 
 def load_weights(checkpoint: Path, live, ema):
-    """Live and EMA weights of a checkpoint into two Denoisers, strictly; of adapters if they have such."""
+    """Live and EMA weights of a checkpoint into two Denoisers, strictly; into one, if both are the same. Of adapters if
+    they have such."""
     config = config_from_dict(UNetConfig, read_json(checkpoint / "model.json")["unet"])
     if config != live.unet.config:
         raise InputError(f"{checkpoint} holds a UNet of {config}, and the preset is now {live.unet.config}")
-    for net, suffix in ((live, ""), (ema, "_ema")):
+    for net, suffix in ((live, ""), (ema, "_ema"))[: 1 if ema is live else 2]:
         if net.adapters is not None:
             file = checkpoint / f"lora{suffix}.safetensors"
             with reading(file, OLDER):
@@ -248,13 +259,22 @@ def load_weights(checkpoint: Path, live, ema):
 
 
 def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer):
-    """AdamW's state of a checkpoint. Nothing but tensors and plain values is unpickled."""
+    """The optimizer's state of a checkpoint. Nothing but tensors and plain values is unpickled."""
     file = checkpoint / "optimizer.pt"
     with reading(file, OLDER):
-        optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
-        for p, state in optimizer.state.items():  # fused steps want moments that lie in memory as their weights do
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.empty_like(p, requires_grad=False).copy_(state[name])
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        optimizer.load_state_dict(saved)
+        numbers = [n for group in saved["param_groups"] for n in group["params"]]
+        for n, p in zip(numbers, [p for group in optimizer.param_groups for p in group["params"]]):
+            # torch has cast all to the weight's dtype. Fused steps want moments that lie in memory as their weights do.
+            for name, value in saved["state"].get(n, {}).items():
+                if name in OTHER_SHAPES:
+                    optimizer.state[p][name] = value.to(p.device, copy=True)
+                elif name != "step":
+                    kept = torch.empty_like(p, dtype=value.dtype, requires_grad=False)
+                    optimizer.state[p][name] = kept.copy_(value)
+        if isinstance(optimizer, AdamW8bit):
+            optimizer.arrange()
 
 
 @dataclass
@@ -264,11 +284,12 @@ class Progress:
     step: int = 0  # optimizer steps behind us, skipped ones too
     updates: int = 0  # of the EMA
     skipped: int = 0  # steps in a row whose gradients were not finite
-    mean_norm: float = 0.0  # running mean of the gradient norm after clipping, for --adaptive_clip; 0: none yet
+    mean_norm: float = 0.0  # running mean of the gradient norm after clipping; 0: none yet
     seen: int = 0  # sum modulo 2^64 of seen_hash, this rank's share
     lineage: list[dict] = field(default_factory=list)  # the phases up to this one
     window: Window = field(default_factory=Window)  # of the log
     seconds: float | None = None  # spent in training, where --minutes ends it
+    norms: list[float] = field(default_factory=list)  # the last RECENT steps' before clipping, for --adaptive_clip
 
     def advance(self, norm: float, limit: float, sums: list[float]) -> bool:
         """One step on: whether it was taken. A step whose gradients' norm is not finite counts and is skipped. limit:
@@ -276,6 +297,7 @@ class Progress:
         taken = math.isfinite(norm)
         if taken:
             self.updates, self.skipped = self.updates + 1, 0
+            self.norms = [*self.norms, norm][-RECENT:]
             self.mean_norm += (min(norm, limit) - self.mean_norm) * (0.01 if self.mean_norm else 1)
         else:
             self.skipped += 1
@@ -283,14 +305,22 @@ class Progress:
         self.window.add(sums, norm, not taken)
         return taken
 
+    def usual_norm(self) -> float:
+        """The median of the last steps' gradient norms, 0 if there are none yet: neither a spike nor a step that was
+        skipped moves it much, and what was large for long becomes usual. Of a run that an older revision began, which
+        saved a mean alone, that mean, until there are norms."""
+        norms = self.norms or [self.mean_norm]
+        return statistics.median(norms) if all(map(math.isfinite, norms)) else 0.0
+
     def state(self) -> dict:
         """For state.json; `seen` is to be the sum over ranks there."""
         state = {"step": self.step, "ema_updates": self.updates, "skipped": self.skipped, "mean_norm": self.mean_norm,
-                 "seen": self.seen, "lineage": copy.deepcopy(self.lineage), "window": self.window.state()}  # fmt: skip
+                 "seen": self.seen, "lineage": copy.deepcopy(self.lineage), "window": self.window.state(),
+                 "norms": list(self.norms)}  # fmt: skip
         return state if self.seconds is None else state | {"seconds": self.seconds}
 
     @classmethod
     def resumed(cls, saved: dict, rank: int) -> "Progress":
         seen = saved["seen"] if rank == 0 else 0
         return cls(saved["step"], saved["ema_updates"], saved["skipped"], saved["mean_norm"], seen, saved["lineage"],
-                   Window(saved["window"]), saved.get("seconds"))  # fmt: skip
+                   Window(saved["window"]), saved.get("seconds"), saved.get("norms", []))  # fmt: skip

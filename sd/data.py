@@ -78,6 +78,7 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 
 STREAM_SAMPLE, STREAM_EPOCH, STREAM_SOURCE, STREAM_FLIP, STREAM_CAPTION = range(5)
+STREAM_PICTURE = 8  # not of 1, 5, 9, ... and 2, 6, 10, ..., which are the further sources'
 STREAM_VALIDATION = 1 << 20
 
 
@@ -289,6 +290,8 @@ class Split:
     each has one. captions: the first of each.
     """
 
+    windows = None  # see SampleOrder
+
     def __init__(self, sources: list[Source], stores: list[LatentStore], split: str, fraction: float):
         self.arrays, ids, counts, shard, row, keys, captions, self.sizes = [], [], [], [], [], [], [], []
         self.moments = stores[0].manifest["kind"] == "moments"
@@ -337,6 +340,11 @@ class Split:
     def __len__(self) -> int:
         return len(self.shard)
 
+    @property
+    def length(self) -> int:
+        """L, the token ids of a caption."""
+        return self.ids.shape[1]
+
     def token_ids(self, index: np.ndarray, turn: np.ndarray | float = 0.0) -> np.ndarray:
         """Ids int64 [B, L] of one caption of each of these pictures. turn: which one, from 0, the first, to below 1; a
         number, or float [B]."""
@@ -371,6 +379,11 @@ class Split:
             out[i] = self.arrays[s][r]
         return out
 
+    def shown(self, index: np.ndarray, mirrored: np.ndarray | int, positions: np.ndarray):
+        """Which pictures are shown at these positions, where `index` is due, and their stored latents. Pictures encoded
+        while training (sd/online.py) are cut by the position, and others stand in for those that are damaged."""
+        return index, self.latents(index, mirrored)
+
 
 def _runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """starts[0], starts[0] + 1, ... (counts[0] numbers), then those from starts[1], and so on: int64."""
@@ -382,10 +395,13 @@ class SampleOrder:
 
     Epoch e of a source is a permutation of (seed, source, e). A mixture's epoch has as many positions as the sources
     have pictures; its weights hold over any window, since each source's draws are spread evenly over the epoch.
+
+    windows: of pictures in tars that should be read in one place after the other, (tar of each picture, int [N]; W):
+    an epoch of a source then shuffles its tars, and the pictures within each W tars that follow each other.
     """
 
-    def __init__(self, sizes: list[int], weights: list[float] | None, seed: int):
-        self.sizes, self.seed, self.epoch_size = sizes, seed, sum(sizes)
+    def __init__(self, sizes: list[int], weights: list[float] | None, seed: int, windows=None):
+        self.sizes, self.seed, self.epoch_size, self.windows = sizes, seed, sum(sizes), windows
         weights = np.array(sizes if weights is None else weights, float)
         share = weights / weights.sum() * self.epoch_size
         self.draws = np.floor(share).astype(int)  # positions of an epoch that each source fills
@@ -395,7 +411,12 @@ class SampleOrder:
         self._cache = {}
 
     def _permutation(self, source: int, epoch: int) -> np.ndarray:
-        return generator(self.seed, STREAM_SOURCE + 4 * source, epoch).permutation(self.sizes[source])
+        random, size = generator(self.seed, STREAM_SOURCE + 4 * source, epoch), self.sizes[source]
+        if self.windows is None:
+            return random.permutation(size)
+        tars, at_once = self.windows
+        tars, number = np.unique(tars[self.offsets[source] : self.offsets[source] + size], return_inverse=True)
+        return np.lexsort((random.random(size), random.permutation(len(tars))[number] // at_once))
 
     def epoch(self, e: int) -> np.ndarray:
         """Indices into the split, int [epoch_size], of epoch e."""
@@ -500,13 +521,13 @@ def make_batch(
     offset: standard deviation of a noise that is constant over each channel, added to the noise (Guttenberg 2023,
     'Diffusion with offset noise'), so that the network learns to change a picture's mean brightness.
     """
-    index = order.at(positions)
-    mirrored = 0
+    index, mirrored = order.at(positions), 0
     if split.flipped:
         coins = Generators(seed, STREAM_FLIP)
         mirrored = np.array([coins.at(int(p)).integers(2) for p in positions])
     turn = uniforms(seed, STREAM_CAPTION, positions) if split.first is not None else 0.0
-    stored, ids = split.latents(index, mirrored), split.token_ids(index, turn)
+    index, stored = split.shown(index, mirrored, positions)
+    ids = split.token_ids(index, turn)
     z = stored.shape[1] // 2 if split.moments else stored.shape[1]
     latents, t = stored[:, :z].copy(), np.empty(len(index), np.int64)
     noise, seen, keys = np.empty_like(latents), 0, split.keys.take(pa.array(index)).to_pylist()

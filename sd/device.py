@@ -2,12 +2,14 @@
 
 import os
 import platform
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from sd.errors import InputError
+from sd.slurm import STEP, TASK, meeting_point, task_of_srun
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -26,6 +28,17 @@ def pick_device(name: str | None) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # kernels and streams are the current device's
+    return device
+
+
+def own_device(name: str | None) -> torch.device:
+    """pick_device; of a machine's several GPUs that of this process's LOCAL_RANK or SLURM_LOCALID: for programs whose
+    processes form no group."""
+    device = pick_device(name)
+    if device.type == "cuda" and device.index is None:
+        local = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
+        device = torch.device("cuda", local % torch.cuda.device_count())
+        torch.cuda.set_device(device)  # kernels, streams and events are the current device's
     return device
 
 
@@ -79,15 +92,15 @@ def find_ranks(environ) -> tuple[int, int, int]:
     """Rank, world size and local rank that the environment tells of; (0, 1, 0) where nothing does.
 
     RANK, WORLD_SIZE and LOCAL_RANK (or Slurm's SLURM_LOCALID) count together with MASTER_ADDR and MASTER_PORT, as
-    torchrun sets them; without RANK and WORLD_SIZE the tasks of an srun do, if these two are set. InputError if a part
-    is missing, as it is where a variable is left over from something else: such a process would wait for others, or
-    take itself for one that writes nothing.
+    torchrun sets them; without RANK and WORLD_SIZE the tasks of an srun do, which meet at these two or, if one is not
+    set, at a place that sd/slurm.py finds. InputError if a part is missing, as it is where a variable is left over from
+    something else: such a process would wait for others, or take itself for one that writes nothing.
     """
-    slurm = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
-    found = {name: environ[name] for name in slurm if name in environ}
+    found = {name: environ[name] for name in TASK if name in environ}
     meeting = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
-    if not found.keys() & {"RANK", "WORLD_SIZE"} and not meeting and all(s in environ for s in slurm.values()):
-        found = {name: environ[s] for name, s in slurm.items()}
+    if not found.keys() & {"RANK", "WORLD_SIZE"} and (not meeting or all(name in environ for name in STEP)):
+        if task := task_of_srun(environ):
+            found, meeting = task, []
     try:
         numbers = {name: int(value) for name, value in found.items()}
     except ValueError:
@@ -97,7 +110,7 @@ def find_ranks(environ) -> tuple[int, int, int]:
     if "LOCAL_RANK" not in numbers and environ.get("SLURM_LOCALID", "").isdecimal():
         numbers["LOCAL_RANK"] = int(environ["SLURM_LOCALID"])
     told = " ".join(f"{name}={value}" for name, value in found.items())
-    if missing := [name for name in slurm if name not in numbers] + meeting:
+    if missing := [name for name in TASK if name not in numbers] + meeting:
         raise InputError(
             f"the environment says {told} and lacks {', '.join(missing)}; start with torchrun or srun, or for one "
             f"process: unset {' '.join(found)}"
@@ -121,21 +134,26 @@ class Place(NamedTuple):
         return self.rank == 0
 
 
-def setup_device(name: str | None) -> Place:
-    """This process's place. With several processes, joins their group (NCCL on CUDA, else gloo)."""
+def setup_device(name: str | None, timeout: float | None = None) -> Place:
+    """This process's place. With several processes, joins their group (NCCL on CUDA, else gloo). timeout: seconds that
+    they wait for each other; None: as torch does, 10 minutes with NCCL and 30 with gloo."""
+    if timeout is not None and not 0 < timeout < 1e6:
+        raise InputError(f"--timeout wants a positive number of seconds, found {timeout}")
     rank, world, local = find_ranks(os.environ)
     device = pick_device(name)
     if device.type == "cuda" and local >= torch.cuda.device_count():
         raise InputError(f"LOCAL_RANK is {local}, and this machine has {torch.cuda.device_count()} GPUs; start fewer")
-    if world > 1:  # for libraries that read them
+    if world > 1:  # torch reads them
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local)}
+        os.environ |= meeting_point(os.environ)
     if device.type == "cuda":
         device = torch.device("cuda", device.index if world == 1 and device.index is not None else local)
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
     if world > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        limit = None if timeout is None else timedelta(seconds=timeout)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=limit)
     return Place(device, rank, world, local)
 
 

@@ -36,9 +36,9 @@ def reading(what: str, advice: str) -> Iterator[None]:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a program's main(). A user's mistake, a full disk, a folder that may not be written, a lack of memory and a
-    dead worker end with one sentence on stderr and status 2, Ctrl-C with 130; any other exception is a bug and keeps
-    its traceback."""
+    """Run a program's main(). A user's mistake, a full disk, a folder that may not be written, a lack of memory, a dead
+    worker and processes that lost each other end with one sentence on stderr and status 2, Ctrl-C with 130; any other
+    exception is a bug and keeps its traceback."""
     try:
         main()
     except BrokenProcessPool:
@@ -49,6 +49,9 @@ def run(main: Callable[[], None]) -> None:
             _end(f"{found.filename or 'the system'}: {reason}: put that right and run the command again")
         if type(error).__name__ == "InputError":  # SD_Model.py stands alone, and has one of its own
             _end(str(error))
+        if _lost_others(error):
+            _end(f"this process has lost the others, or did not find them ({short(error)}): see what they say of their "
+                 "end, then start all again, a training with --resume")  # fmt: skip
         if _lacks_memory(error):
             _end(f"there is not enough memory ({short(error)}): choose smaller sizes and batches, or fewer --workers")
         raise
@@ -72,6 +75,13 @@ def _lacks_memory(error: Exception) -> bool:
     imported: the data scripts do without torch."""
     torch_says = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or torch_says
+
+
+def _lost_others(error: Exception) -> bool:
+    """What torch raises where processes of a group do not meet, one of them dies, or the network is cut."""
+    kinds = {"DistBackendError", "DistNetworkError", "DistStoreError"}
+    gloo = r"Timed out waiting \d+ms for \w+ operation|Connection (closed|reset) by peer|Connection timed out"
+    return type(error).__name__ in kinds or (isinstance(error, RuntimeError) and bool(re.search(gloo, str(error))))
 
 
 def _end(message: str) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +53,13 @@ def sha256(path: Path) -> str:
     """Of a file's content, hexadecimal."""
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def stamp(path: Path) -> dict:
+    """Size in bytes and times in ns: what tells quickly that a file is the same. The time of the last change of content
+    or name (ctime) is there because the other one can be set, as rsync and cp -p do."""
+    stat = path.stat()
+    return {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -177,6 +185,17 @@ def read_json(path: str | Path) -> dict:
 def write_json(path: str | Path, content: dict) -> None:
     """Writes a JSON object, whole."""
     atomic_write(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_json_once(path: Path, content: dict):
+    """Writes a JSON object, whole, unless the file is there: of several processes that try, one succeeds."""
+    if not path.exists():
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp") as file:
+            file.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)
+            link(file.name, path)
 
 
 def write_manifest(folder: str | Path, manifest: dict) -> None:

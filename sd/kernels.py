@@ -365,9 +365,9 @@ if triton is not None:
     def _adamw(table, rates, grads, chunks, begin, norm, limit, lr, beta1, beta2, eps, correction1, correction2, decay,
                K, BLOCK: tl.constexpr):  # fmt: skip
         """AdamW and the weights' average for BLOCK numbers of one of K tensors; nothing, if the norm is not finite.
-        table [6, K]: addresses of weights, two moments, averages and bf16 copies (0: none), and sizes; rates [2, K]:
-        multiples of lr, weight decays; grads [2, K]: addresses of gradients, and whether they are bf16, else fp32;
-        chunks [.., 2]: tensor and block in it, of which the first program takes number begin."""
+        table [6, K]: addresses of weights, two moments, averages and bf16 copies (0: none of them), and sizes; rates
+        [2, K]: multiples of lr, weight decays; grads [2, K]: addresses of gradients, and whether they are bf16, else
+        fp32; chunks [.., 2]: tensor and block in it, of which the first program takes number begin."""
         at = chunks + 2 * (begin + tl.program_id(0))
         k, i = tl.load(at), tl.load(at + 1) * BLOCK + tl.arange(0, BLOCK)
         none = tl.zeros([BLOCK], tl.int32)  # makes blocks of numbers, as Triton's interpreter fails to compare these
@@ -382,6 +382,7 @@ if triton is not None:
         e_at = tl.multiple_of(tl.load(table + 3 * K + k).to(fp32), 16) + i
         half, g_at = tl.load(table + 4 * K + k), tl.load(grads + k)
         copied, short = half + none != 0, tl.load(grads + K + k) + none != 0
+        averaged = mask & (tl.load(table + 3 * K + k) + none != 0)
         rate, weight_decay = lr * tl.load(rates + k), tl.load(rates + K + k)
         g = tl.load(tl.multiple_of(g_at.to(bf16), 16) + i, mask=mask & short, other=0.0).to(tl.float32)
         g += tl.load(tl.multiple_of(g_at.to(fp32), 16) + i, mask=mask & (short == 0), other=0.0)
@@ -392,12 +393,102 @@ if triton is not None:
         v = beta2 * v + (1.0 - beta2) * g * g
         p -= rate * weight_decay * p
         p -= rate / correction1 * m / (tl.sqrt(v) / tl.sqrt(correction2) + eps)
-        e = tl.load(e_at, mask=mask, other=0.0)
+        e = tl.load(e_at, mask=averaged, other=0.0)
         tl.store(p_at, p, mask=mask)
         tl.store(m_at, m, mask=mask)
         tl.store(v_at, v, mask=mask)
-        tl.store(e_at, e + (1.0 - decay) * (p - e), mask=mask)
+        tl.store(e_at, e + (1.0 - decay) * (p - e), mask=averaged)
         tl.store(tl.multiple_of(half.to(bf16), 16) + i, p.to(tl.bfloat16), mask=mask & copied)
+
+    @triton.jit
+    def _mixed(x):
+        """mixed() of sd/optimizers.py, of uint32."""
+        x = (x ^ (x >> 16)) * 0x7FEB352D
+        x = (x ^ (x >> 15)) * 0x846CA68B
+        return x ^ (x >> 16)
+
+    @triton.jit
+    def _rounded(x, i, key):
+        """rounded() of sd/optimizers.py, of a tensor's numbers i, still as fp32."""
+        noise = _mixed(i.to(tl.uint32) ^ key) & 0xFFFF
+        return ((x.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def _moment(at, max_at, values, i, mask, short, rows):
+        """Numbers of a moment, [R, 256] fp32: in 8 bits where short, with each row's largest beside them."""
+        codes = tl.load(at.to(tl.pointer_type(tl.uint8)) + i, mask=mask & short, other=0)
+        largest = tl.load(max_at.to(tl.pointer_type(tl.float32)) + rows, mask=rows >= 0, other=0.0)
+        x = tl.load(values + codes.to(tl.int32)) * largest[:, None]
+        return tl.where(short, x, tl.load(at.to(tl.pointer_type(tl.float32)) + i, mask=mask & (short == 0), other=0.0))
+
+    @triton.jit
+    def _keep_moment(x, at, max_at, borders, i, mask, short, rows, SIGN: tl.constexpr):
+        """As encode() of sd/adam8bit.py, or in fp32; where _moment found it."""
+        tl.store(at.to(tl.pointer_type(tl.float32)) + i, x, mask=mask & (short == 0))
+        x = tl.minimum(x, 3.4028234663852886e38)
+        largest = tl.max(tl.where(mask, tl.abs(x), 0.0), 1)
+        share = x / tl.where(largest > 0, largest, 1.0)[:, None]
+        code = tl.zeros(x.shape, tl.int32)
+        for power in tl.static_range(8):  # how many of the 255 borders are below
+            higher = code + (128 >> power)
+            code = tl.where(share > tl.load(borders + higher - 1), higher, code)
+        if not SIGN:
+            code = tl.where(x > 0, tl.maximum(code, 1), code)
+        tl.store(at.to(tl.pointer_type(tl.uint8)) + i, code.to(tl.uint8), mask=mask & short)
+        tl.store(max_at.to(tl.pointer_type(tl.float32)) + rows, largest, mask=rows >= 0)
+
+    @triton.jit(do_not_specialize=["begin", "key"])
+    def _adamw8bit(table, rates, grads, chunks, maps, begin, norm, limit, lr, beta1, beta2, eps, correction1,
+                   correction2, decay, key, K, ROWS: tl.constexpr):  # fmt: skip
+        """As _adamw, for ROWS blocks of 256 numbers of one of K tensors, whose moments may be in 8 bits, and weights in
+        bf16. table [10, K]: as there, then addresses of the moments' blocks' largest values (0: fp32 moments), whether
+        weights are bf16, and the tensor's number; maps [4, 256]: values of the first moment and borders between them,
+        and of the second; key: 32 bits for rounding at random."""
+        at = chunks + 2 * (begin + tl.program_id(0))
+        k, first = tl.load(at), tl.load(at + 1) * ROWS
+        rows = first + tl.arange(0, ROWS)
+        i = rows[:, None] * 256 + tl.arange(0, 256)[None, :]
+        none = tl.zeros([ROWS, 256], tl.int32)
+        n = tl.load(norm + none)
+        scale = tl.minimum(1.0, limit / (n + 1e-6))
+        size = tl.load(table + 5 * K + k)
+        mask = (i < size) & (n < float("inf"))
+        fp32 = tl.pointer_type(tl.float32)
+        bf16 = tl.pointer_type(tl.bfloat16)
+        p_at = tl.multiple_of(tl.load(table + k), 16)  # addresses
+        e_at = tl.multiple_of(tl.load(table + 3 * K + k), 16)
+        half = tl.multiple_of(tl.load(table + 4 * K + k), 16)
+        m_at = tl.multiple_of(tl.load(table + K + k), 16)
+        m_max = tl.load(table + 6 * K + k)
+        v_at = tl.multiple_of(tl.load(table + 2 * K + k), 16)
+        v_max = tl.load(table + 7 * K + k)
+        short = m_max + none != 0
+        there = (rows * 256 < size) & (m_max + rows * 0 != 0) & (tl.load(norm + rows * 0) < float("inf"))
+        rows = tl.where(there, rows, -1)  # of which the largest values are kept
+        p_short, g_short = tl.load(table + 8 * K + k) + none != 0, tl.load(grads + K + k) + none != 0
+        g_at = tl.multiple_of(tl.load(grads + k), 16)
+        rate, weight_decay = lr * tl.load(rates + k), tl.load(rates + K + k)
+        g = tl.load(g_at.to(bf16) + i, mask=mask & g_short, other=0.0).to(tl.float32)
+        g += tl.load(g_at.to(fp32) + i, mask=mask & (g_short == 0), other=0.0)
+        g *= scale
+        p = tl.load(p_at.to(bf16) + i, mask=mask & p_short, other=0.0).to(tl.float32)
+        p += tl.load(p_at.to(fp32) + i, mask=mask & (p_short == 0), other=0.0)
+        m = _moment(m_at, m_max, maps, i, mask, short, rows)
+        v = _moment(v_at, v_max, maps + 512, i, mask, short, rows)
+        m += (1.0 - beta1) * (g - m)
+        v = beta2 * v + (1.0 - beta2) * g * g
+        p -= rate * weight_decay * p
+        p -= rate / correction1 * m / (tl.sqrt(v) / tl.sqrt(correction2) + eps)
+        own = _mixed((key ^ tl.load(table + 9 * K + k).to(tl.int32)).to(tl.uint32))
+        p = tl.where(p_short, _rounded(p, i, own), p)
+        averaged = mask & (e_at + none != 0)
+        e = tl.load(e_at.to(fp32) + i, mask=averaged, other=0.0)
+        tl.store(e_at.to(fp32) + i, e + (1.0 - decay) * (p - e), mask=averaged)
+        tl.store(p_at.to(bf16) + i, p.to(tl.bfloat16), mask=mask & p_short)
+        tl.store(p_at.to(fp32) + i, p, mask=mask & (p_short == 0))
+        tl.store(half.to(bf16) + i, p.to(tl.bfloat16), mask=mask & (half + none != 0))
+        _keep_moment(m, m_at, m_max, maps + 256, i, mask, short, rows, True)
+        _keep_moment(v, v_at, v_max, maps + 768, i, mask, short, rows, False)
 
 
 def floats(like: torch.Tensor, *shape: int) -> torch.Tensor:

@@ -3,8 +3,6 @@
 import itertools
 import json
 import math
-import os
-import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -13,7 +11,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sd.errors import InputError
-from sd.files import atomic_path, atomic_write, link, make_folder, read_json, sha256, write_json
+from sd.files import (
+    atomic_path,
+    atomic_write,
+    make_folder,
+    read_json,
+    sha256,
+    stamp,
+    write_json,
+    write_json_once,
+)
 from sd.shards import FLIP
 from sd.stream import Batch
 
@@ -21,13 +28,6 @@ FORMAT = "latents-1"
 
 
 # Files
-def stamp(tar: Path) -> dict:
-    """Size in bytes and times in ns: what tells quickly that a tar is the same. The time of the last change of content
-    or name (ctime) is there because the other one can be set, as rsync and cp -p do."""
-    stat = tar.stat()
-    return {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
-
-
 def read_record(out: Path, shard: str) -> dict | None:
     """The record of a shard; None if there is none, or none that can be read."""
     try:
@@ -43,12 +43,7 @@ def open_folder(out: Path, settings: dict):
     if not path.exists():
         if strangers := [p.name for p in out.iterdir() if p.suffix in (".npy", ".parquet", ".json")]:
             raise InputError(f"{out} holds {strangers[0]} but no settings.json: give a new or empty folder as --out")
-        with tempfile.NamedTemporaryFile("w", dir=out, suffix=".tmp") as file:
-            file.write(json.dumps(settings, indent=1, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            link(file.name, path)
+        write_json_once(path, settings)
     old, new = read_json(path), json.loads(json.dumps(settings))
     old_vae, new_vae = old.get("vae", {}), new["vae"]
     for what, before, now in (

@@ -67,7 +67,7 @@ class Log:
 
     def __init__(self, out: Path, settings: dict, resumed_at: int):
         self.out, self.wandb, self._waiting = out, None, {}
-        for name in ("log.jsonl", "validation.jsonl"):
+        for name in ("log.jsonl", "validation.jsonl", "health.jsonl"):
             cut_log(out / name, resumed_at)
         mode = wandb_mode(settings["wandb"])
         if mode == "disabled":
@@ -84,7 +84,7 @@ class Log:
             print(f"warning: wandb is off ({e or type(e).__name__})", file=sys.stderr)
 
     def write(self, name: str, row: dict):
-        """Add a line to log.jsonl or validation.jsonl, and its numbers to wandb."""
+        """Add a line to log.jsonl, validation.jsonl or health.jsonl, and its numbers to wandb, those by names too."""
         lines = self._waiting.setdefault(name, [])
         row = finite_or_null(row)
         lines.append(json.dumps(row, allow_nan=False) + "\n")
@@ -103,7 +103,11 @@ class Log:
                 print(
                     f"\nwarning: {self.out / name} cannot be written ({e}); its lines wait in memory", file=sys.stderr
                 )
-        self._to_wandb({f"{Path(name).stem}/{k}": v for k, v in row.items() if isinstance(v, int | float)}, row["step"])
+        named = {
+            f"{k}/{part}": v for k, by_name in row.items() if isinstance(by_name, dict) for part, v in by_name.items()
+        }
+        numbers = {k: v for k, v in (row | named).items() if isinstance(v, int | float)}
+        self._to_wandb({f"{Path(name).stem}/{k}": v for k, v in numbers.items()}, row["step"])
 
     def picture(self, path: Path, step: int):
         self._to_wandb({"samples": path}, step)
@@ -199,7 +203,8 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def plot_run(out: Path):
-    """curves.png beside the run: training and validation loss, validation loss by timestep bin, lr, images/s."""
+    """curves.png beside the run: training and validation loss, validation loss by timestep bin, lr, images/s, and what
+    SD_Evaluate.py measured of its checkpoints."""
     from matplotlib.figure import Figure
 
     train, val = read_rows(out / "log.jsonl"), read_rows(out / "validation.jsonl")
@@ -213,8 +218,9 @@ def plot_run(out: Path):
         if points:
             axis.plot(*zip(*points), **style)
 
-    figure = Figure(figsize=(18, 4))
-    loss, by_bin, rate, speed = figure.subplots(1, 4)
+    measured = read_rows(out / "evaluation.jsonl")
+    figure = Figure(figsize=(22.5 if measured else 18, 4))
+    loss, by_bin, rate, speed, *distance = figure.subplots(1, 5 if measured else 4)
     draw(loss, train, lambda r: r["loss"], lw=0.5, color="0.7", label="training, weighted")
     for split, weights in (("val", "ema"), ("val", "live"), ("train", "ema"), ("train", "live")):
         part = [r for r in val if (r.get("split"), r.get("weights")) == (split, weights)]
@@ -225,11 +231,15 @@ def plot_run(out: Path):
         draw(by_bin, held_out, lambda r, b=b: r["bins"][b], label=f"t {b * 1000 // BINS}..", color=colour)
     draw(rate, train, lambda r: r["lr"])
     draw(speed, train, lambda r: r["images_per_s"])
-    titles = ("loss", "held-out loss by timestep, EMA", "learning rate", "images/s")
-    for axis, title in zip((loss, by_bin, rate, speed), titles):
+    for request in dict.fromkeys(r.get("request") for r in measured):
+        part = sorted((r for r in measured if r.get("request") == request), key=lambda r: r["step"])
+        label = f"{part[0].get('extractor')}, {part[0].get('weights')}"
+        draw(distance[0], part, lambda r: r["fd"], marker=".", label=label)
+    titles = ("loss", "held-out loss by timestep, EMA", "learning rate", "images/s", "Fréchet distance")
+    for axis, title in zip((loss, by_bin, rate, speed, *distance), titles):
         axis.set_title(title)
         axis.set_xlabel("step")
-    for axis in (loss, by_bin):
+    for axis in (loss, by_bin, *distance):
         if axis.has_data():
             axis.set_yscale("log")
             axis.legend(fontsize=6, ncol=2)

@@ -1,5 +1,6 @@
 """The pictures of one call, saved as they are done, behind those that are there."""
 
+import io
 import json
 import os
 import re
@@ -15,18 +16,24 @@ from sd.pictures import grid, label_height, label_scale
 from sd.pnginfo import parameters_text
 
 
-def save_png(path: Path, picture: np.ndarray, settings: dict | None = None, overwrite: bool = True):
-    """Write uint8 RGB [H, W, 3], with its settings as JSON in the text chunk `sd`; those of one picture also as
-    `parameters`, which other tools read. The file is there whole or not at all; FileExistsError if it was there before
-    and may not be overwritten."""
-    info = PngInfo()
+def png_bytes(picture: np.ndarray, settings: dict | None = None) -> bytes:
+    """A PNG of uint8 RGB [H, W, 3], with its settings as JSON in the text chunk `sd`; those of one picture also as
+    `parameters`, which other tools read."""
+    info, file = PngInfo(), io.BytesIO()
     if settings:
         info.add_itxt("sd", json.dumps(settings, ensure_ascii=False))
         if "prompt" in settings:
             info.add_text("parameters", parameters_text(settings))  # becomes iTXt where Latin-1 does not do
+    Image.fromarray(picture).save(file, "PNG", pnginfo=info)
+    return file.getvalue()
+
+
+def save_png(path: Path, picture: np.ndarray, settings: dict | None = None, overwrite: bool = True):
+    """Write png_bytes. The file is there whole or not at all; FileExistsError if it was there before and may not be
+    overwritten."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        Image.fromarray(picture).save(temporary, "PNG", pnginfo=info)
+        temporary.write_bytes(png_bytes(picture, settings))
         if overwrite:
             os.replace(temporary, path)
         else:

@@ -245,7 +245,9 @@ def curves(series: Mapping[str, Sequence[tuple]], x: str, y: str, log: bool = Fa
     for mark, words in marks:
         if axes.left <= mark <= axes.right:
             shapes.append(f'<path class="mark" d="M{axes.x(mark)} 0V1000"><title>{escape(words)}</title></path>')
-    scale = " (logarithmic)" if log else ""
+    scale = " (log)" if log else ""
+    if len(legend) == 1 and next(iter(series)).casefold() in y.casefold():  # the title says it
+        legend = []
     data = _data({"x": x, "left": axes.left, "right": axes.right, "series": values})
     return Html(
         f'<figure class="chart curves"><figcaption>{escape(y)}<small>{scale}</small></figcaption>'
@@ -278,7 +280,8 @@ def heat(rows: Mapping[str, Sequence[float | None]], x: Sequence[float], x_name:
     image.putpalette([0, 0, 0, *np.stack(ramp, axis=1).round().astype(int).ravel().tolist()])
     file = io.BytesIO()
     image.save(file, "PNG", transparency=0)
-    names = "".join(f"<i>{escape(name)}</i>" for name in rows)
+    names = "".join(f"<i><bdi>{escape(name)}</bdi></i>" for name in rows)
+    below = f"{x_name}; of each {len(parts[0])} the largest" if len(parts[0]) > 1 else x_name
     first, last = x[0], x[-1]
     axes = _Axes([first, last], [1, 2], False)
     at = [_rounded(x[int(part[0])]) for part in parts]
@@ -291,7 +294,7 @@ def heat(rows: Mapping[str, Sequence[float | None]], x: Sequence[float], x_name:
         f'<div class="cells" style="--rows:{len(cells)}"><div class="names">{names}</div>'
         f'<div class="plot" role="img" aria-label="{escape(title)}"><img alt="" src="{_uri(file.getvalue(), "png")}">'
         f'<div class="xs">{across}</div><div class="at"></div></div></div>'
-        f'<div class="xname">{escape(x_name)}</div>{data}</figure>'
+        f'<div class="xname">{escape(below)}</div>{data}</figure>'
     )
 
 
@@ -337,11 +340,11 @@ def _uri(data: bytes, kind: str) -> str:
 
 
 def thumbnail(picture: Image.Image | Path | str, side: int, limit: int | None = None) -> tuple[str, int, int]:
-    """A picture as a WebP data URI, its longer side at most `side` pixels; and its width and height. limit: bytes of
-    the URI, for which quality and then size are given up. Files' thumbnails are kept in memory for the next page.
-    OSError if the file is no picture."""
+    """A picture as a WebP data URI, its longer side at most `side` pixels; and the width and height to show it at.
+    limit: bytes of the URI, for which quality is given up, and then pixels. Files' thumbnails are kept in memory for
+    the next page. OSError if the file is no picture."""
     if isinstance(picture, Image.Image):
-        return _thumbnail(picture, side, limit)
+        return _thumbnail(picture.copy(), side, limit)
     stat = Path(picture).stat()
     return _thumbnail_of_file(str(picture), stat.st_mtime_ns, stat.st_size, side, limit)
 
@@ -353,15 +356,20 @@ def _thumbnail_of_file(path: str, time: int, size: int, side: int, limit: int | 
 
 
 def _thumbnail(image: Image.Image, side: int, limit: int | None) -> tuple[str, int, int]:
-    image = image.convert("RGB")
-    quality = 80
+    small = image if image.mode == "RGB" and max(image.size) > side else image.convert("RGB")
+    small.thumbnail((side, side), Image.Resampling.BICUBIC, reducing_gap=1.1)
+    size, quality = small.size, 75
     while True:
-        image.thumbnail((side, side), Image.Resampling.BICUBIC, reducing_gap=2.0)
         file = io.BytesIO()
-        image.save(file, "WEBP", quality=quality, method=2)
-        if limit is None or file.tell() * 4 / 3 <= limit or side <= 64:
-            return _uri(file.getvalue(), "webp"), *image.size
-        quality, side = (50, side) if quality > 50 else (50, int(side * 0.75))
+        small.save(file, "WEBP", quality=quality, method=2)
+        excess = file.tell() * 4 / 3 / limit if limit else 0.0
+        if excess <= 1 or max(small.size) <= 64:
+            return _uri(file.getvalue(), "webp"), *size
+        if quality > 40 and excess < 2:
+            quality = 40
+        else:
+            quality, smaller = 40, 0.9 / math.sqrt(excess)
+            small = small.resize([max(1, round(smaller * s)) for s in small.size], Image.Resampling.BICUBIC)
 
 
 def _image(picture: Image.Image | Path | str, side: int, limit: int | None, alt: str, more: str = "") -> Html:
@@ -461,9 +469,9 @@ overflow-wrap:anywhere}
 .legend svg{width:18px;height:8px;margin-right:5px}
 .legend .faint{opacity:.6}
 .cells{display:flex}
-.names{flex:none;width:clamp(90px,24%,210px);display:grid;grid-template-rows:repeat(var(--rows),15px)}
+.names{flex:none;max-width:max(108px,24%);display:grid;grid-template-rows:repeat(var(--rows),15px)}
 .names i{font:normal 11px/15px ui-monospace,"DejaVu Sans Mono",monospace;color:var(--pale);white-space:nowrap;
-overflow:hidden;text-overflow:ellipsis;direction:rtl;text-align:right;padding-right:6px;unicode-bidi:plaintext}
+overflow:hidden;text-overflow:ellipsis;direction:rtl;text-align:left;padding-right:6px}
 .cells .plot{flex:1;min-width:0;height:calc(15px*var(--rows));margin-left:0}
 .cells img{position:absolute;width:100%;height:100%;image-rendering:pixelated}
 .scale{font-weight:400;font-size:12px;color:var(--pale);white-space:nowrap}
@@ -471,9 +479,9 @@ overflow:hidden;text-overflow:ellipsis;direction:rtl;text-align:right;padding-ri
 .wide{overflow-x:auto;margin:8px 0}
 table{border-collapse:collapse;font-size:14px}
 th,td{text-align:left;vertical-align:top;padding:4px 14px 4px 0;border-bottom:1px solid var(--rule)}
-td{overflow-wrap:anywhere;min-width:5ch}
+td{overflow-wrap:anywhere;min-width:11ch}
 th{color:var(--pale);font-weight:600;white-space:nowrap}
-.number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+td.number,th.number{min-width:0;text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 .sortable th{cursor:pointer}
 th[data-order="1"]::after{content:" ▲"}
 th[data-order="-1"]::after{content:" ▼"}
@@ -482,8 +490,9 @@ th[data-order="-1"]::after{content:" ▼"}
 img{max-width:100%;height:auto}
 .slider label{display:block}
 .slider output{display:block;font-weight:600;font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
+.slider{max-width:800px}
 .slider input{width:100%;margin:6px 0 10px}
-.frames img{display:block;border-radius:4px}
+.frames img{display:block;width:100%;border-radius:4px}
 .frames [hidden]{display:none}
 """
 
@@ -565,14 +574,23 @@ for (const figure of all(".heat")) {
     return [`${d.x} ${short(d.at[column])}`, [[d.rows[row], d.cells[row][column]]]];
   });
 }
-for (const slider of all(".slider")) {
+const sliders = all(".slider").map(slider => {
   const labels = data(slider), input = slider.querySelector("input"), frames = all(".frames > *", slider);
-  input.addEventListener("input", () => {
-    const n = Number(input.value);
+  const show = n => {
+    input.value = n;
     frames.forEach((frame, i) => { frame.hidden = i !== n; });
     slider.querySelector("output").textContent = labels[n];
-  });
-}
+  };
+  return { labels, input, show, place: slider.closest(".beside") };
+});
+for (const one of sliders) one.input.addEventListener("input", () => {
+  const n = Number(one.input.value);
+  one.show(n);
+  for (const other of sliders) if (other !== one && one.place && other.place === one.place) {
+    const same = other.labels.indexOf(one.labels[n]);  // of two runs side by side: the same step, where both have it
+    if (same >= 0) other.show(same);
+  }
+});
 for (const table of all("table.sortable")) all("th", table).forEach((th, column) => th.addEventListener("click", () => {
   const order = th.dataset.order === "1" ? -1 : 1, body = table.tBodies[0];
   all("th", table).forEach(other => delete other.dataset.order);

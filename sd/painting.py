@@ -96,17 +96,19 @@ def make_sampler(name: str, schedule: NoiseSchedule, settings: dict, strength: f
 @torch.no_grad()
 def sample_batches(
     unet, contexts, null_contexts, seeds, shape, *, sampler, steps, cfg, batch, device, watch=None, rescale=0.0,
-    init=None,
+    init=None, wanted=None,
 ):  # fmt: skip
     """Denoise len(seeds) pictures, `batch` at a time: yields indices and fp32 [B, z, h, w], CPU, as they are done.
 
     contexts, null_contexts: N of [T, D] and [T', D]; pictures of one T and T' share batches. shape (z, h, w) of one
     latent; sampler from make_sampler; init: clean latents [1 or N, z, h, w] to start from, or None. watch(b) is called
-    after each step of b pictures.
+    after each step of b pictures. wanted: a set of indices: batches without any of them are left out; None: all.
     """
     lengths = [(len(c), len(n)) for c, n in zip(contexts, null_contexts)]
     groups = [[i for i in range(len(seeds)) if lengths[i] == n] for n in dict.fromkeys(lengths)]
     for part in (group[i : i + batch] for group in groups for i in range(0, len(group), batch)):
+        if wanted is not None and wanted.isdisjoint(part):
+            continue
         generators = [torch.Generator().manual_seed(seeds[i]) for i in part]
 
         def randn(_, generators=generators):
@@ -214,7 +216,9 @@ def sample_grid(path: Path, ema: Denoiser, text_encoder, vae, schedule, prompts:
     encoder = ema.text_encoder or text_encoder
     f, z = vae.config.factor, vae.config.latent_channels
     try:
-        contexts, nulls = encode_pairs(encoder, prompts, [""] * len(prompts))
+        encoder_dtype = settings["weights_dtype"]  # of one whose weights are in bf16, with --no_ema
+        with torch.autocast(device.type, torch.bfloat16, enabled=encoder_dtype == "bf16"):
+            contexts, nulls = encode_pairs(encoder, prompts, [""] * len(prompts))
         latents = sample_latents(
             in_autocast(ema.unet, device, settings["dtype"]),
             contexts,

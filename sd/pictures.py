@@ -389,11 +389,15 @@ def cut(image: np.ndarray, size: tuple[int, int], at: float | None = None) -> np
     high = min(height, max(1, round(width * size[0] / size[1])))
     wide = min(width, max(1, round(height * size[1] / size[0])))
     top, left = (rest // 2 if at is None else int(at * (rest + 1)) for rest in (height - high, width - wide))
-    image = image[top : top + high, left : left + wide]
-    if (high, wide) != size:
-        method = cv2.INTER_AREA if high > size[0] else cv2.INTER_CUBIC
-        image = cv2.resize(np.ascontiguousarray(image), size[::-1], interpolation=method)
-    return image
+    return scaled(image[top : top + high, left : left + wide], size)
+
+
+def scaled(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """uint8 [H, W, 3] -> [*size, 3], by area averaging (down) or cubic interpolation (up)."""
+    if image.shape[:2] == size:
+        return image
+    method = cv2.INTER_AREA if image.shape[0] > size[0] else cv2.INTER_CUBIC
+    return cv2.resize(np.ascontiguousarray(image), size[::-1], interpolation=method)
 
 
 def encode_jpeg(image: np.ndarray) -> bytes:

@@ -1,6 +1,8 @@
 """What a run will take: steps, batches, work and memory, before it begins."""
 
+import functools
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -20,9 +22,9 @@ from sd.fused import apply, multiplied
 from sd.lora import inject, settle_base
 from sd.networks import unet_config
 from sd.objective import Denoiser, in_autocast
-from sd.optim import lr_at
+from sd.optim import cast_weights, kept_short, lr_at, state_bytes
 from sd.setup import Data
-from sd.step import copies_weights
+from sd.step import copies_weights, updates_parts
 from SD_Model import PRESETS, ResBlock, SpatialTransformer, TextEncoder, UNet, UNetConfig, count_parameters
 
 
@@ -52,7 +54,7 @@ ROOM = 4 << 30  # bytes for validation and sample grids, which cannot use the me
 
 def mean_flops(config: UNetConfig, split: Split) -> float:
     """unet_flops of a split's pictures, on average over their shapes."""
-    counts, tokens = np.bincount(split.shape, minlength=len(split.shapes)), split.ids.shape[1]
+    counts, tokens = np.bincount(split.shape, minlength=len(split.shapes)), split.length
     each = [unet_flops(config, (config.in_channels, *shape[1:]), tokens) for shape in split.shapes]
     return float(np.average(each, weights=counts))
 
@@ -104,15 +106,18 @@ class Course:
 def make_plan(args, settings: dict, data: Data, saved: dict | None, world: int, say) -> Plan:
     """The plan of a run that begins, or goes on from `saved`, its state.json. On resume the global batch stays, and
     settings["accumulate"] follows the number of processes. InputError if it makes no step or has its end behind it."""
-    order, train = SampleOrder(data.train.sizes, data.weights, settings["seed"]), data.train
+    train = data.train
+    order = SampleOrder(train.sizes, data.weights, settings["seed"], train.windows)
     global_batch = plan_batches(settings, world, saved and saved["global_batch"], args.accumulate is not None)
     if len(train.shapes) > 1:
         order = BucketOrder(order, train.shape, global_batch)
-    total = settings["max_steps"] or int(settings["epochs"] * order.epoch_size) // global_batch
+    images = settings["images"] or int(settings["epochs"] * order.epoch_size)
+    total = settings["max_steps"] or images // global_batch
     if settings["minutes"]:
         total = MAX_STEPS
     if total < 1:
-        raise InputError(f"{settings['epochs']} epochs of {order.epoch_size} pictures make no step of {global_batch}")
+        what = f"{settings['epochs']} epochs of {order.epoch_size} pictures"
+        raise InputError(f"{settings['images'] or what} make no step of {global_batch}")
     first = saved["step"] if saved else 0
     check_end(first, total, args.stop_at, say)
     if saved and settings["minutes"] and saved.get("seconds", 0) >= 60 * settings["minutes"]:
@@ -200,9 +205,10 @@ def activation_bytes(settings: dict, batch: int, device: torch.device) -> tuple[
         if settings.get("lora"):
             inject(denoiser, settings)
             settle_base(denoiser, settings)
+        cast_weights(unet, settings)
         held = list(denoiser.parameters())
         if copies_weights(settings):
-            for p in multiplied(unet):
+            for p in set(multiplied(unet)) - set(kept_short(unet, settings)):
                 p.copy_bf16 = torch.empty_like(p, dtype=torch.bfloat16, requires_grad=False)
                 held.append(p.copy_bf16)
         weights = {p.untyped_storage()._cdata for p in held}
@@ -229,12 +235,64 @@ def choose_grad_checkpoint(settings: dict, denoiser: Denoiser, text_encoder, dev
         least = torch.tensor(free, device=device)
         dist.all_reduce(least, dist.ReduceOp.MIN)
         free = int(least)
-    for which in ("none", "resblocks", "all"):
-        wanted = memory_estimate(settings | {"grad_checkpoint": which}, denoiser, text_encoder, device)["peak"]
-        if wanted * 1.1 + ROOM < free:
-            break
-    say(f"grad_checkpoint auto: {which}, about {wanted / 2**30:.1f} of {free / 2**30:.1f} GiB")
-    return which
+    tried = [{"grad_checkpoint": which} for which in ("none", "resblocks", "all")]
+    which, wanted, _ = first_that_fits(tried, free, ROOM, settings, denoiser, text_encoder, device)
+    say(f"grad_checkpoint auto: {which['grad_checkpoint']}, about {wanted / 2**30:.1f} of {free / 2**30:.1f} GiB")
+    return which["grad_checkpoint"]
+
+
+def first_that_fits(tried: list[dict], free: float, room: float, settings: dict, denoiser, text_encoder, device):
+    """Of changes to the settings the first with which training fits into so many free bytes, else the last; the bytes
+    it needs, without what is for validation and grids (`room`); whether it fits."""
+    for changes in tried:
+        wanted = memory_estimate(settings | changes, denoiser, text_encoder, device)["peak"]
+        if wanted * 1.1 + room < free:
+            return changes, wanted, True
+    return changes, wanted, False
+
+
+def fit(args, settings: dict, denoiser: Denoiser, text_encoder, device, begins: bool, say):
+    """--fit: change the settings, no further than needed and in the order of what that costs, until training fits into
+    so many GiB; say what was chosen. What a flag asks for stays, and so does what --resume may not change. InputError
+    if nothing fits."""
+    if args.fit is None:
+        return
+    if not 0 < args.fit < math.inf:
+        raise InputError(f"--fit wants a positive number of GiB, found {args.fit:g}")
+    if free_to_choose := args.grad_checkpoint in (None, "auto") and settings["grad_checkpoint"] == "auto":
+        settings["grad_checkpoint"] = "none"
+    changes, tried = {}, [{}]
+
+    def then(**more):
+        if any(settings[name] != value for name, value in more.items()):
+            changes.update(more)
+            tried.append(dict(changes))
+
+    if begins and args.no_ema is args.ema is settings["lora"] is None and settings["optimizer"] != "schedulefree":
+        then(no_ema=True)
+    levels = ["none", "resblocks", "all"]
+    if free_to_choose or args.grad_checkpoint is None:
+        for which in levels[levels.index(settings["grad_checkpoint"]) + 1 :]:
+            then(grad_checkpoint=which)
+    if begins and args.optimizer is None:
+        then(optimizer="adamw8bit")
+    if begins and args.weights_dtype is settings["lora"] is None and settings["dtype"] == "bf16":
+        then(weights_dtype="bf16")
+    if args.accumulate is None:
+        for parts in range(2, settings["batch"] + 1):
+            if settings["batch"] % parts == 0:
+                then(batch=settings["batch"] // parts, accumulate=settings["accumulate"] * parts)
+    free = args.fit * 2**30
+    chosen, wanted, fits = first_that_fits(tried, free, min(ROOM, free / 10), settings, denoiser, text_encoder, device)
+    words = ", ".join(f"--{n}" if value is True else f"--{n} {value}" for n, value in chosen.items()) or "no change"
+    if not fits:
+        least = (wanted * 1.1 + min(ROOM, free / 10)) / 2**30
+        raise InputError(
+            f"--fit {args.fit:g} GiB is less than this training needs, about {least:.1f} GiB with {words}; choose a "
+            "smaller --size or --model"
+        )
+    settings.update(chosen)
+    say(f"fit {args.fit:g} GiB: {words}; about {wanted / 2**30:.1f} GiB in training steps")
 
 
 def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncoder | None, device) -> dict[str, int]:
@@ -247,21 +305,27 @@ def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncode
         held -= 2 * sum(w.numel() for w in halves if not w.requires_grad)
     if text_encoder is not None and denoiser.text_encoder is None:
         held += 4 * count_parameters(text_encoder)[1]
-    copied = sum(p.numel() for p in multiplied(denoiser)) if copies_weights(settings) else 0
+    half = set(multiplied(denoiser)) if copies_weights(settings) else set()
+    short = kept_short(denoiser, settings)
+    copied, short = sum(p.numel() for p in half - set(short)), sum(p.numel() for p in short)
+    half = sum(p.numel() for p in half)  # whose gradients are in bf16, as those of bf16 weights are
     one_pass = settings["accumulate"] == 1
     sent, sums = 0, 2 if settings["compress_gradients"] else 4
     world, local = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if world > 1 and settings["kernels"]:
         sent = sums * numbers
-        if settings["peer_copies"] and local == world:  # of copied weights one part of the sums
+        if updates_parts(settings) and local == world:  # of copied weights one part of the sums
             copies = sent - (sums - 2) * copied * one_pass + sums * (numbers - copied) + 4 * copied // world
             sent = max(sent, copies)  # NCCL may have to do it
-    (one, block), (two, block_of_two) = (activation_bytes(settings, n, device) for n in (1, 2))  # linear in the batch
+    names = "model unet size dtype kernels grad_checkpoint weights_dtype seed".split()
+    names += [name for name in settings if name.startswith("lora")]
+    decides = json.dumps({name: settings[name] for name in names})
+    (one, block), (two, block_of_two) = (_activation_bytes(decides, n, device) for n in (1, 2))  # linear in the batch
     parts = {
-        "weights": 4 * numbers + held + 2 * copied,
-        "Adam": 8 * numbers,
-        "EMA": 4 * numbers,
-        "gradients": 4 * numbers - 2 * copied * one_pass,
+        "weights": 4 * numbers + held - 2 * short + 2 * copied,
+        "optimizer": state_bytes(denoiser, settings),
+        "EMA": 0 if settings["no_ema"] else 4 * numbers,
+        "gradients": 4 * numbers - 2 * half * one_pass - 2 * max(0, short - half),
         "gradients sent": sent,
         "activations": one + (two - one) * (settings["batch"] - 1),
     }
@@ -270,7 +334,20 @@ def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncode
         beside = max(parts["gradients"], parts["activations"])
     beside += parts["gradients sent"]
     beside += block + (block_of_two - block) * (settings["batch"] - 1)
-    return parts | {"peak": parts["weights"] + parts["Adam"] + parts["EMA"] + beside}
+    return parts | {"peak": parts["weights"] + parts["optimizer"] + parts["EMA"] + beside}
+
+
+@functools.cache
+def _activation_bytes(decides: str, batch: int, device: torch.device) -> tuple[int, int]:
+    """activation_bytes, once for settings that are tried with other optimizers; decides: those it depends on, JSON."""
+    return activation_bytes(json.loads(decides), batch, device)
+
+
+def checkpoint_bytes(settings: dict, denoiser: Denoiser) -> int:
+    """Live weights, EMA and the optimizer's state."""
+    numbers = sum(p.numel() for p in denoiser.trained())
+    short = sum(p.numel() for p in kept_short(denoiser, settings))
+    return 4 * numbers * (1 if settings["no_ema"] else 2) - 2 * short + state_bytes(denoiser, settings)
 
 
 def expected_rate(settings: dict, split: Split, device: torch.device) -> float | None:
@@ -301,7 +378,7 @@ def dry_run(out: Path, settings: dict, denoiser: Denoiser, text_encoder: TextEnc
     saves = sorted({*range(settings["save_steps"], total + 1, settings["save_steps"]), total})
     every, last = settings["keep_every"], settings["keep_last"]
     kept = {s for s in saves if every and s % every == 0} | set(saves[-last:] if last else saves)
-    one = sum(p.numel() for p in denoiser.trained()) * 16 / 2**30  # live, EMA, Adam's two moments
+    one = checkpoint_bytes(settings, denoiser) / 2**30
     print(f"{len(saves):,} checkpoints of {one:.2f} GiB, {len(kept):,} kept at the end: {len(kept) * one:.2f} GiB, and "
           f"{one:.2f} more while one is written")  # fmt: skip
     memory = memory_estimate(settings, denoiser, text_encoder, device)

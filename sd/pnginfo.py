@@ -12,7 +12,7 @@ from pathlib import Path
 from PIL import Image
 
 from sd.errors import InputError
-from sd.prompts import SEEDS, a1111_prompt, foreign_syntax
+from sd.prompts import LORA_SYNTAX, SEEDS, a1111_prompt, foreign_syntax
 
 # sampler: what A1111 calls it. DDPM is DDIM with eta 1, and Karras a schedule there.
 SAMPLER_TITLES = {"ddpm": "DDIM", "ddim": "DDIM", "dpmpp_2m": "DPM++ 2M", "dpmpp_2m_karras": "DPM++ 2M",
@@ -47,10 +47,11 @@ def parameters_text(settings: dict) -> str:
     """Settings of a picture in A1111's form, so that A1111 means the same words, weights, noise and sigmas by it.
 
     settings: prompt, negative, seed, steps, cfg, sampler, size and model; where they are known spacing, prompt_syntax,
-    padded, cfg_rescale, strength.
+    padded, cfg_rescale, strength, lora (which A1111 reads in the prompt).
     """
     plain = settings.get("prompt_syntax") != "weights"
     prompt, negative = (a1111_prompt(settings[k], plain) for k in ("prompt", "negative"))
+    prompt += "".join(f" <lora:{lora['name']}:{lora['weight']:g}>" for lora in settings.get("lora", []))
     pairs = {
         "Steps": settings["steps"],
         "Sampler": SAMPLER_TITLES[settings["sampler"]],
@@ -128,7 +129,11 @@ def number(fields: dict[str, str], name: str, kind):
 def from_parameters(text: str) -> tuple[dict, list[str]]:
     """`parameters` -> settings by this project's names, and sentences about what cannot be honoured."""
     prompt, negative, fields = split_parameters(text)
-    notes = []
+    notes = [
+        f"it was painted with the LoRA {found[1]!r}: give it as --lora PATH:{(found[2] or '1').split(':')[0]}"
+        for found in LORA_SYNTAX.finditer(prompt)
+    ]
+    prompt = LORA_SYNTAX.sub("", prompt)
     settings = {"prompt": prompt, "negative": negative, "steps": number(fields, "Steps", int),
                 "cfg": number(fields, "CFG scale", float), "seed": number(fields, "Seed", int),
                 "strength": number(fields, "Denoising strength", float),
@@ -172,7 +177,7 @@ def from_parameters(text: str) -> tuple[dict, list[str]]:
 TYPES = {"prompt": str, "negative": str, "seed": int, "steps": int, "cfg": (int, float), "sampler": str,
          "weights": str, "model": str, "cfg_rescale": (int, float), "init_image": str, "strength": (int, float),
          "vae": str, "text_encoder": str, "tokenizer": str, "prediction": str, "zero_terminal_snr": bool,
-         "spacing": str, "ddim_timesteps": str, "long_prompts": str}  # fmt: skip
+         "spacing": str, "ddim_timesteps": str, "long_prompts": str, "lora": list}  # fmt: skip
 
 
 def from_own(values: dict) -> dict | None:
@@ -187,6 +192,12 @@ def from_own(values: dict) -> dict | None:
     settings = {k: values[k] for k in TYPES if k in values}
     if isinstance(size, list) and len(size) == 2 and all(type(v) is int for v in size):
         settings |= {"width": size[0], "height": size[1]}
+    if loras := settings.pop("lora", []):
+        kinds = {"path": str, "weight": int | float, "sha256": str}
+        if not all(isinstance(a, dict) and all(isinstance(a.get(k), kind) for k, kind in kinds.items()) for a in loras):
+            return None
+        settings["lora"] = [f"{lora['path']}:{lora['weight']!r}" for lora in loras]
+        settings["lora_hashes"] = [lora["sha256"] for lora in loras]
     settings["plain_prompt"] = values.get("prompt_syntax") != "weights"  # pictures from before there was a syntax
     return settings
 

@@ -211,13 +211,21 @@ FOREIGN = {  # what A1111 would do with it: painted here as the words that stand
     "AND (several prompts at once)": re.compile(r"\bAND\b"),
     "[from:to:when] (a prompt that changes)": re.compile(r"(?<!\\)\[[^\[\]]*:\s*[\d.]+\s*\]"),
     "[a|b] (words that alternate)": re.compile(r"(?<!\\)\[[^\[\]]*\|[^\[\]]*\]"),
-    "<lora:name:weight> (further networks)": re.compile(r"<\w+:[^<>]+>"),
+    "<name:…> (further networks)": re.compile(r"<(?!lora:|lyco:)\w+:[^<>]+>"),
 }
+LORA_SYNTAX = re.compile(r"\s*<(?:lora|lyco):([^<>:]+)(?::([^<>]*))?>")  # of A1111: name, and weight
 
 
 def foreign_syntax(prompt: str) -> list[str]:
     """Names of A1111's further syntax in a prompt, which is painted as plain words here."""
     return [name for name, pattern in FOREIGN.items() if pattern.search(prompt)]
+
+
+def check_loras(prompt: str):
+    """InputError for A1111's syntax of LoRAs, which names no file."""
+    if found := LORA_SYNTAX.search(prompt):
+        weight = f":{found[2].split(':')[0]}" if found[2] else ""
+        raise InputError(f"{found[0].strip()} is not known here: give that LoRA as --lora PATH{weight} and cut it out")
 
 
 def escape(text: str) -> str:

@@ -15,6 +15,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from sd.diagnosis.case import Case
+from sd.diagnosis.course import check_course
+from sd.diagnosis.findings import BROKEN, LOOK, NOT_JUDGED, WELL, as_rows
 from sd.files import atomic_write, sha256
 from sd.log import read_rows
 from sd.objective import BINS
@@ -28,7 +31,6 @@ from sd.page import (
     folded,
     heat,
     section,
-    short,
     slider,
     subsection,
     table,
@@ -40,7 +42,6 @@ WINDOWS = 80  # means of training losses that are drawn; each with the 95 % inte
 KNOWN = {"step", "images", "epoch", "loss", "lr", "grad_norm", "skipped", "images_per_s", "data_wait", "bins", "seen",
          "mfu"}  # fmt: skip
 GRIDS_BUDGET = 3_000_000  # bytes of a page's thumbnails of grids
-FINDINGS = ("doctor.jsonl", "doctor.json")  # what a check of the run's health found: rows, or a list of them
 
 
 @dataclass
@@ -79,13 +80,13 @@ def number(value: object) -> float | None:
     return value if good else None
 
 
-def _json(path: Path, kind: type = dict):
-    """A JSON file of that kind; an empty one where there is none that can be read."""
+def _json(path: Path) -> dict:
+    """A JSON object of a file; an empty one where there is none that can be read."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         content = json.loads(path.read_text("utf-8"))
-        if isinstance(content, kind):
+        if isinstance(content, dict):
             return content
-    return kind()
+    return {}
 
 
 def read_run(folder: Path) -> Run:
@@ -95,10 +96,8 @@ def read_run(folder: Path) -> Run:
         with contextlib.suppress(OSError):
             rows = read_rows(folder / f"{name}.jsonl")
             setattr(run, name, sorted(rows, key=lambda row: row["step"]))
-    for name in FINDINGS:
-        with contextlib.suppress(OSError):
-            rows = read_rows(folder / name) if name.endswith("l") else _json(folder / name, list)
-            run.findings += [row for row in rows if isinstance(row, dict)]
+    saved = _json(folder / "doctor.json").get("findings")
+    run.findings = [row for row in saved if isinstance(row, dict)] if isinstance(saved, list) else []
     for checkpoint in checkpoint_folders(folder):
         if state := _json(checkpoint / "state.json"):
             run.checkpoint, run.state, run.model = checkpoint, state, _json(checkpoint / "model.json")
@@ -236,15 +235,25 @@ def draw_curves(runs: Mapping[str, Run]) -> Html:
             chart["held_out"].add(words, points(part, lambda r, b=b: r["bins"][b], x), colour, i, of)
             raw = [p for p in get(lambda r, b=b: r["bins"][b]) if p[1] is not None]
             chart["train_bins"].add(words, means(raw)[0] or raw, colour, i, of)
-        chart["lr"].add("learning rate", get(lambda r: r["lr"]), 0, i, of)
-        chart["norm"].add("gradient norm", get(lambda r: r["grad_norm"]), 0, i, of)
-        chart["speed"].add("images/s", get(lambda r: r["images_per_s"]), 0, i, of)
-        chart["wait"].add("% of the time", get(lambda r: 100 * r["data_wait"]), 0, i, of)
-        chart["mfu"].add("% of the peak", get(lambda r: 100 * r["mfu"]), 0, i, of)
-        if any(r.get("skipped") for r in run.log):
-            chart["skipped"].add("steps", get(lambda r: r["skipped"]), 4, i, of)
+        for name, words, value in (
+            ("lr", "learning rate", lambda r: r["lr"]),
+            ("norm", "gradient norm", lambda r: r["grad_norm"]),
+            ("speed", "images/s", lambda r: r["images_per_s"]),
+            ("wait", "% of the time", lambda r: 100 * r["data_wait"]),
+            ("mfu", "% of the peak", lambda r: 100 * r["mfu"]),
+            ("skipped", "steps", lambda r: r["skipped"] or None),
+        ):
+            found = get(value)
+            line = means(found)[0] if several and name in ("norm", "speed", "wait", "mfu") else []
+            chart[name].add(words, found, i, i, of, faint=bool(line))
+            chart[name].add(f"{words}, mean of a window", line, i, i, of)
         for name in dict.fromkeys(k for row in run.log for k in row if k not in KNOWN):
-            more.setdefault(name, _Chart()).add(name, get(lambda r, name=name: r[name]), 0, i, of)
+            more.setdefault(name, _Chart()).add(name, get(lambda r, name=name: r[name]), i, i, of)
+        for name in dict.fromkeys(
+            k for row in run.health for k in row if k not in KNOWN and number(row[k]) is not None
+        ):
+            found = [p for p in points(run.health, lambda r, name=name: r[name], x) if p[1] is not None]
+            more.setdefault(name, _Chart()).add(name, found, i, i, of)
         add_evaluations(more, run, x, i, of)
         words = f"{title}: resumed" if several else "resumed"
         marks += [(s["step"] * scale, words) for s in sessions_of(run) if number(s.get("step")) and s["step"] > 0]
@@ -260,18 +269,25 @@ def draw_curves(runs: Mapping[str, Run]) -> Html:
         "skipped": ("Steps skipped, per line of the log", False),
     }
     drawn = [chart[name].draw(x_name, title, log, marks) for name, (title, log) in titles.items()]
-    drawn += [c.draw(x_name, name, False, marks) for name, c in more.items()]
-    return beside(*drawn) if any(drawn) else Html("<p>The log has no lines yet.</p>")
+    drawn += [c.draw(x_name, name.replace("_", " "), False, marks) for name, c in more.items()]
+    if not any(drawn):
+        return Html("<p>The log has no lines yet.</p>")
+    note = Html("<p>Dotted: where the run was resumed.</p>") if marks else ""
+    return Html(f"{note}{beside(*drawn)}")
 
 
 def add_evaluations(more: dict[str, _Chart], run: Run, x: Callable, i: int, of: str):
-    """Numbers of evaluation.jsonl: a chart for each, with a curve for each combination of its rows' words."""
-    words_of = [tuple(f"{v}" for k, v in r.items() if isinstance(v, str)) for r in run.evaluation]
+    """Numbers of evaluation.jsonl: a chart for each measure, with a curve for each protocol and kind of weights, which
+    are not compared with one another."""
+    keys = [tuple(str(row[k]) for k in ("extractor", "weights", "protocol") if k in row) for row in run.evaluation]
     for name in dict.fromkeys(k for row in run.evaluation for k in row if k not in ("step", "images", "epoch")):
-        for colour, words in enumerate(dict.fromkeys(words_of)):
-            rows = [row for row, its in zip(run.evaluation, words_of) if its == words]
+        labels = set()
+        for colour, key in enumerate(dict.fromkeys(keys)):
+            rows = [row for row, its in zip(run.evaluation, keys) if its == key]
             found = [p for p in points(rows, lambda r, name=name: r[name], x) if p[1] is not None]
-            label = ", ".join(words) if 0 < len(", ".join(words)) < 60 else f"{name} {colour + 1}" if colour else name
+            label = ", ".join(key[:2]) or name
+            label = f"{label}, protocol {key[-1]}" if label in labels else label
+            labels.add(label)
             more.setdefault(f"Evaluation: {name}", _Chart()).add(label, found, colour % 10, i, of)
 
 
@@ -306,26 +322,57 @@ def key_numbers(run: Run) -> dict[str, object]:
     losses = [(row["loss"], row["step"]) for row in held_out if number(row.get("loss")) is not None]
     speeds = [row["images_per_s"] for row in run.log[-50:] if number(row.get("images_per_s"))]
     speed = float(np.median(speeds)) if speeds else None
-    numbers: dict[str, object] = {"step": f"{run.step:,}" + (f" of {total:,}" if total else "")}
+    numbers: dict[str, object] = {"step": run.step, "steps planned": total}
     numbers["images seen"] = round(run.step * run.images_a_step)
     numbers["epochs"] = last(run.log, "epoch")
     recent = [row["loss"] for row in run.log[-50:] if number(row.get("loss")) is not None]
-    numbers["training loss, mean of the last lines"] = float(np.mean(recent)) if recent else None
+    numbers["training loss, lately"] = float(np.mean(recent)) if recent else None
     numbers["held-out loss, newest"] = losses[-1][0] if losses else None
     if losses:
-        numbers["lowest held-out loss"] = f"{short(min(losses)[0])} at step {min(losses)[1]:,}"
+        numbers["lowest held-out loss"], numbers["its step"] = min(losses)
     numbers["images/s"] = speed
     if total and speed and run.step < total:
         numbers["left at this speed"] = duration((total - run.step) * run.images_a_step / speed)
     return numbers
 
 
-def draw_findings(run: Run) -> Html | str:
-    """What a check of the run's health found, if there was one."""
-    if not run.findings:
-        return ""
-    columns = list(dict.fromkeys(name for row in run.findings for name in row))
-    return table(columns, [[plain(row.get(name)) for name in columns] for row in run.findings])
+def findings_of(run: Run) -> list[dict]:
+    """The doctor's verdicts: those that can be had from the logs, judged now, and of other rules those of doctor.json,
+    if SD_Doctor.py --json wrote one into the folder. The gravest come first."""
+    case = Case(str(run.folder), run.folder, None, {}, run.settings, run.state, run.log, run.validation, run.health)
+    try:
+        found = as_rows(check_course(case))
+    except (LookupError, TypeError, ValueError, ArithmeticError):  # lines of another version, or damaged
+        found = []
+    judged = {row["rule"] for row in found}
+    found += [row for row in run.findings if row.get("rule") not in judged]
+    order = (BROKEN, LOOK, WELL, NOT_JUDGED)
+    return sorted(found, key=lambda row: order.index(row["verdict"]) if row.get("verdict") in order else 0)
+
+
+def draw_findings(run: Run) -> list[Html | str]:
+    """What the doctor says of the run: in the open what wants looking at, the rest folded."""
+    found = findings_of(run)
+    parts = []
+    quiet = [row for row in found if row.get("verdict") in (WELL, NOT_JUDGED)]
+    loud = [row for row in found if row not in quiet]
+    names = ("verdict", "section", "rule", "evidence", "advice")
+
+    def rows_of(rows: list[dict]) -> Html:
+        shown = [n for n in names if any(row.get(n) for row in rows)]
+        alarms = [f"{r['false_alarms']} of {r['healthy_runs']}" if "healthy_runs" in r else None for r in rows]
+        cells = [[plain(r.get(n)) for n in shown] + [a] for r, a in zip(rows, alarms)]
+        return table([*shown, "accuses healthy runs"], cells, sortable=False)
+
+    if loud:
+        parts.append(rows_of(loud))
+    elif quiet:
+        parts.append("Nothing in the logs wants looking at.")
+    if quiet:
+        parts.append(folded(f"{len(quiet)} rules found nothing, or had nothing to judge by", rows_of(quiet)))
+    if found:
+        parts.append("SD_Doctor.py also looks at the data and the weights, and with --deep at what the network does.")
+    return parts
 
 
 def plain(value: object) -> object:
@@ -468,7 +515,7 @@ def report(folder: Path) -> str:
     name = folder.resolve().name
     parts = [model_words(run), figures({k: v for k, v in key_numbers(run).items() if v is not None})]
     for heading, drawn in (
-        ("Findings", [draw_findings(run)]),
+        ("Health", draw_findings(run)),
         ("Curves", [draw_curves({name: run})]),
         ("Samples, EMA weights", draw_grids(run)),
         ("By block", draw_blocks(run)),

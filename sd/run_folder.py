@@ -14,7 +14,7 @@ from sd.errors import InputError, short
 from sd.files import absolute, atomic_write, lock_run
 from sd.log import Log, plot_run
 from sd.lora import adapters_of, to_tensors
-from sd.plan import Plan
+from sd.plan import Plan, checkpoint_bytes
 from sd.report import write_report
 from sd.setup import Data, Trained
 from sd.weights.read import checkpoint_folders
@@ -85,8 +85,11 @@ class RunFolder:
             self.beside["model"]["base"] = trained.base
         self.decides = {"global_batch": plan.global_batch, "data": data.hashes, "inputs": inputs,
                         "vae": data.vae["hash"], "settings": dict(settings)}  # fmt: skip
-        numbers = sum(p.numel() for p in trained.denoiser.trained())
-        self.to_host = HostCopy(pin=next(trained.denoiser.parameters()).is_cuda, size=16 * numbers)  # with EMA and Adam
+        if trained.ema is trained.denoiser:
+            self.beside["model"]["weights"] = "live"  # as in any folder that has one UNet
+        self.to_host = HostCopy(
+            next(trained.denoiser.parameters()).is_cuda, checkpoint_bytes(settings, trained.denoiser)
+        )
         self.page = None  # the thread that writes it
         describe_start(out, plan, settings, next(trained.denoiser.parameters()).device, resume)
         self.log = Log(out, settings, trained.progress.step)
@@ -97,13 +100,15 @@ class RunFolder:
     def snapshot(self, seen: int) -> dict:
         """Everything a checkpoint holds, copied to host memory. seen: the sum over all ranks."""
         trained, progress = self.trained, self.trained.progress
+        averaged = trained.ema is not trained.denoiser
         if trained.base:
             modules = {"lora": trained.denoiser, "lora_ema": trained.ema}
             weights = {name: to_tensors(adapters_of(m)) for name, m in modules.items()}
         else:
-            modules = {"unet": trained.denoiser.unet, "unet_ema": trained.ema.unet}
+            nets = {"": trained.denoiser} | ({"_ema": trained.ema} if averaged else {})
+            modules = {f"unet{name}": net.unet for name, net in nets.items()}
             if trained.denoiser.text_encoder is not None:
-                modules |= {"text_encoder": trained.denoiser.text_encoder, "text_encoder_ema": trained.ema.text_encoder}
+                modules |= {f"text_encoder{name}": net.text_encoder for name, net in nets.items()}
             weights = {name: m.state_dict() for name, m in modules.items()}
         images = progress.step * self.plan.global_batch
         progress.lineage[-1]["images"] = images

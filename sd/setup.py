@@ -17,7 +17,7 @@ from sd.kernels import available
 from sd.lora import average_of, describe, inject, settle_base
 from sd.networks import unet_config
 from sd.objective import Denoiser, in_autocast
-from sd.optim import make_optimizer
+from sd.optim import describe_optimizer, make_optimizer
 from sd.text import load_tokenizer, tokenizer_hash
 from sd.weights.read import (
     Model,
@@ -244,7 +244,7 @@ def open_base(args, denoiser: Denoiser, settings: dict, vae_hash: str, checkpoin
 def init_weights(args, denoiser: Denoiser, ema: Denoiser, prediction: str, vae_hash: str, say) -> list[dict]:
     """Weights of --init_from into live and EMA; returns the lineage that the new run continues."""
     wanted = {"same": ("live", "ema"), "ema": ("ema", "ema"), "live": ("live", "live")}[args.init_weights]
-    for net, weights in zip((denoiser, ema), wanted):
+    for net, weights in list(zip((denoiser, ema), wanted))[: 1 if ema is denoiser else 2]:
         source = open_weights(args.init_from, weights, net, prediction, vae_hash)
     say(source.found)
     lineage = source.lineage.get("lineage") or [{"phase": "import", "path": str(args.init_from)}]
@@ -254,7 +254,8 @@ def init_weights(args, denoiser: Denoiser, ema: Denoiser, prediction: str, vae_h
 
 @dataclass
 class Trained:
-    """What training changes: live weights, their average, the optimizer's state, and where it stands."""
+    """What training changes: live weights, their average (with --no_ema the live weights themselves), the optimizer's
+    state, and where it stands."""
 
     denoiser: Denoiser
     ema: Denoiser
@@ -284,7 +285,7 @@ def open_trained(args, settings: dict, denoiser: Denoiser, data: Data, checkpoin
         base, lineage = open_base(args, denoiser, settings, data.vae["hash"], checkpoint, say)
         say(describe(denoiser, settings))
         settle_base(denoiser, settings)
-    ema = average_of(denoiser)
+    ema = denoiser if settings["no_ema"] else average_of(denoiser)
     if checkpoint:
         load_weights(checkpoint, denoiser, ema)
         progress = Progress.resumed(saved, place.rank)
@@ -294,11 +295,12 @@ def open_trained(args, settings: dict, denoiser: Denoiser, data: Data, checkpoin
             progress.lineage = init_weights(args, denoiser, ema, settings["prediction"], data.vae["hash"], say)
         progress.lineage.append({"phase": settings["phase"], "data": data.hashes, "images": 0,
                                  "revision": git_revision(), "torch": torch.__version__})  # fmt: skip
-    denoiser.to(place.device, memory_format=memory).train()
     ema.to(place.device, memory_format=memory)
+    denoiser.to(place.device, memory_format=memory).train()
     optimizer = make_optimizer(denoiser, settings)
     if checkpoint:
         load_optimizer(checkpoint, optimizer)
+    say(describe_optimizer(optimizer, denoiser, settings))
     return Trained(denoiser, ema, optimizer, progress, base)
 
 

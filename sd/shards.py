@@ -200,7 +200,7 @@ def iter_samples(
         return {"image" if extension in IMAGE_EXTENSIONS else extension for extension in members}
 
     try:
-        for name, data in _iter_members(tar_path, counts, images):
+        for name, data, _ in iter_members(tar_path, counts, images):
             match = _MEMBER.fullmatch(name)
             if is_hidden(name):
                 counts.update({"hidden": 1} if is_picture(name) else {})
@@ -227,8 +227,9 @@ def iter_samples(
         print(f"warning: {tar_path}: left out: {dict(counts)}", file=sys.stderr)
 
 
-def _iter_members(tar_path: Path, counts: Counter, images: bool) -> Iterator[tuple[str, bytes | None]]:
-    """(name, bytes) of the plain files of a tar; raises tarfile.TarError where the file is cut or damaged."""
+def iter_members(tar_path: Path, counts: Counter, images: bool = True) -> Iterator[tuple[str, bytes | None, int]]:
+    """(name, bytes, where they begin in the tar) of its plain files; raises tarfile.TarError where the tar is cut or
+    damaged. With images=False pictures' bytes are None."""
     try:
         tar = tarfile.open(tar_path, "r:")
     except tarfile.TarError as error:
@@ -240,7 +241,7 @@ def _iter_members(tar_path: Path, counts: Counter, images: bool) -> Iterator[tup
     with tar:
         for member, name in plain_members(tar, counts, _is_safe):
             skip = not images and name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS
-            yield name, None if skip else tar.extractfile(member).read()
+            yield name, None if skip else tar.extractfile(member).read(), member.offset_data
         # tarfile ends silently at a damaged header: a whole tar has a block of zeros there
         tar.fileobj.seek(tar.offset)
         if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):

@@ -120,7 +120,7 @@ class TimedSteps:
         self.denoiser, self.device, self.clock, self.waited = denoiser, device, Clock(device), 0.0
         settle_base(denoiser, settings)
         denoiser.to(device, memory_format=memory_format(settings)).train()
-        ema = average_of(denoiser)
+        ema = denoiser if settings["no_ema"] else average_of(denoiser)
         self.update = Update(make_optimizer(denoiser, settings), denoiser, ema, settings, place.world)
         model = wrap(denoiser, settings, place.world)
         latents, noise = torch.randn(2, micro, *self.shape, device=device)

@@ -15,7 +15,19 @@ from sd.graphs import GraphedBackward, NotRecorded
 from sd.kernels import compile_ahead
 from sd.networks import unet_config
 from sd.objective import Denoiser, backward, in_autocast
-from sd.optim import FusedStep, forget_gradients, set_lr, update_ema
+from sd.optim import (
+    AdamW8bit,
+    FusedStep,
+    FusedStep8bit,
+    ScheduleFree,
+    copy_weights,
+    forget_gradients,
+    gradient_norm,
+    gradient_of,
+    set_lr,
+    total_norm,
+    update_ema,
+)
 from sd.parallel import SharedGradients
 from SD_Model import NoiseSchedule
 
@@ -26,25 +38,40 @@ def copies_weights(settings: dict) -> bool:
     return bool(settings["kernels"]) and settings["dtype"] == "bf16"
 
 
-class Update:
-    """What follows the backward pass: clipping, AdamW, EMA; with fused kernels in one pass over memory.
+def updates_parts(settings: dict) -> bool:
+    """Whether each process may update a part of the weights: fp32 ones by AdamW. Others all update all."""
+    return settings["peer_copies"] and settings["optimizer"] == "adamw" and settings["weights_dtype"] == "fp32"
 
-    With these, processes share gradients by SharedGradients (sd/parallel.py) instead of DDP.
+
+class Update:
+    """What follows the backward pass: clipping, the optimizer, EMA; with fused kernels and AdamW, in 8 bits too, in one
+    pass over memory.
+
+    With these kernels, processes share gradients by SharedGradients (sd/parallel.py) instead of DDP.
     """
 
-    def __init__(self, optimizer: torch.optim.AdamW, denoiser: Denoiser, ema: Denoiser, settings: dict, world: int):
-        self.optimizer, self.fused, self.shared = optimizer, None, None
+    def __init__(self, optimizer: torch.optim.Optimizer, denoiser: Denoiser, ema: Denoiser, settings: dict, world: int):
+        """ema: the denoiser itself, if there is no average."""
+        self.optimizer, self.fused, self.shared, self.kernels = optimizer, None, None, settings["kernels"]
         # Lists, as a walk over the modules takes milliseconds.
         pairs = [pair for pair in zip(denoiser.parameters(), ema.parameters()) if pair[0].requires_grad]
         self.parameters, self.averages = map(list, zip(*pairs))
-        if settings["kernels"]:
-            copied = multiplied(denoiser) if copies_weights(settings) else ()
+        if ema is denoiser:
+            self.averages = []
+        averages, self.copied = dict(zip(self.parameters, self.averages)), []
+        if isinstance(optimizer, ScheduleFree):  # whose average is not the EMA, but in its place
+            optimizer.averages, self.averages = averages, []
+        if self.kernels:
+            copied, accumulates = multiplied(denoiser) if copies_weights(settings) else (), settings["accumulate"] > 1
             if world > 1:
                 sums = torch.bfloat16 if settings["compress_gradients"] else torch.float32
-                self.shared = SharedGradients(self.parameters, sums, copied, settings["peer_copies"])
-            self.fused = FusedStep(
-                optimizer, dict(zip(self.parameters, self.averages)), copied, settings["accumulate"] > 1, self.shared
-            )
+                self.shared = SharedGradients(self.parameters, sums, copied, updates_parts(settings))
+            if isinstance(optimizer, torch.optim.AdamW | AdamW8bit):
+                kind = FusedStep8bit if isinstance(optimizer, AdamW8bit) else FusedStep
+                self.fused = kind(optimizer, averages, copied, accumulates, self.shared)
+            else:
+                copy_weights(self.parameters, copied, accumulates, self.shared)
+                self.copied = [p for p in self.parameters if p.copy_bf16 is not None and p.dtype == torch.float32]
 
     def __call__(self, lr: float, limit: float, decay: float) -> torch.Tensor:
         """Update weights and averages; returns the norm of the gradients before clipping. If that is not finite,
@@ -54,11 +81,32 @@ class Update:
             norm = self.fused.norm()
             self.fused.step(lr, norm, limit, decay)
             return norm
-        norm = nn.utils.clip_grad_norm_(self.parameters, limit, foreach=True)
-        if math.isfinite(norm):
-            self.optimizer.step()
+        if isinstance(self.optimizer, torch.optim.AdamW):
+            norm = nn.utils.clip_grad_norm_(self.parameters, limit, foreach=True)
+            if math.isfinite(norm):
+                self.optimizer.step()
+        else:
+            norm = self._norm()
+            if math.isfinite(norm):
+                self.optimizer.step(min(1.0, limit / (norm.item() + 1e-6)), self._gradients())
+                if self.copied:
+                    torch._foreach_copy_([p.copy_bf16 for p in self.copied], [p.detach() for p in self.copied])
+        if self.averages and math.isfinite(norm):
             update_ema(self.averages, self.parameters, decay)
         return norm
+
+    def _norm(self) -> torch.Tensor:
+        if self.kernels:
+            return gradient_norm(self.parameters, self.shared)
+        return total_norm([p.grad for p in self.parameters if p.grad is not None])
+
+    def _gradients(self) -> dict[nn.Parameter, torch.Tensor] | None:
+        """By weight, where they are not in its .grad."""
+        if self.shared:
+            return {
+                p: g for (p, *_), g in zip((x for _, parts in self.shared.shares() for x in parts), self.shared.sums)
+            }
+        return {p: gradient_of(p) for p in self.parameters} if self.kernels else None
 
     def skipped(self):
         if self.fused:

@@ -6,12 +6,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "faults"))
 import micro
 from test_train import train
 
 import sd.data
+import sd.log
 import sd.plan
 from sd.errors import InputError
 from sd.networks import read_overrides, unet_config
@@ -101,21 +103,41 @@ def test_dry_run_of_minutes(data, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_data_wait_is_the_share_of_time_that_the_loader_took(data, tmp_path):
-    def slow():
-        plain = sd.data.Split.latents
+def test_data_wait_is_the_share_of_time_that_the_loader_took(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(sd.log.time, "perf_counter", lambda: now[0])
+    window = sd.log.Window()
+    for _ in range(4):
+        now[0] += 2.0
+        window.waited(0.5)
+        window.add([1.0] * 10 + [1.0] * 10, 1.0, False)
+    row = window.row(4, 8, 100, 1e-3)
+    assert row["data_wait"] == pytest.approx(0.25) and row["images_per_s"] == pytest.approx(4.0)
 
-        def latents(self, *args):
-            time.sleep(0.15)
-            return plain(self, *args)
 
-        sd.data.Split.latents = latents
+def test_the_loader_tells_how_long_it_kept_training_waiting():
+    class Slow:
+        seen = 0
 
-    train(data, tmp_path / "slow", "--val_steps", 0, hook=slow)
-    waits = [row["data_wait"] for row in log(tmp_path / "slow")]
-    assert all(0.5 < w <= 1 for w in waits[4:]), waits
-    train(data, tmp_path / "fast", "--val_steps", 0)
-    assert all(0 <= row["data_wait"] < 0.5 for row in log(tmp_path / "fast")[4:])
+        def map(self, function):
+            return self
+
+    def make(position):
+        time.sleep(0.2 if position == 0 else 0)
+        return Slow()
+
+    loader = sd.data.Prefetcher(make, range(6), torch.device("cpu"))
+    loader.next()
+    assert 0.1 < loader.waited < 5
+    time.sleep(0.3)  # while the next ones are made
+    loader.next()
+    assert loader.waited < 0.1
+    loader.close()
+
+
+def test_every_line_of_the_log_has_its_data_wait(data, tmp_path):
+    train(data, tmp_path / "run", "--val_steps", 0)
+    assert all(0 <= row["data_wait"] <= 1 for row in log(tmp_path / "run"))
 
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -44,6 +44,9 @@ class FakeSplit:
     def __len__(self):
         return len(self.ids)
 
+    def shown(self, index, mirrored, positions):
+        return index, self.latents(index, mirrored)
+
     def latents(self, index, mirrored=0):
         return (
             np.ones((len(index), *self.latent_shape), np.float32) * np.asarray(index, np.float32)[:, None, None, None]

@@ -836,7 +836,7 @@ def test_validation_and_samples_leave_weights_and_random_state_alone(data, tmp_p
     settings, place = {"dtype": "fp32", "batch": 3}, sd.device.Place(torch.device("cpu"), 0, 1, 0)
     losses = [sd.objective.validate(net, settings, [batch], lambda ids: ids, schedule, place) for _ in "ab"]
     assert losses[0] == losses[1] and losses[0]["bins"][8:] == [None, None]
-    settings = {"dtype": "fp32", "size": 64, "sample_cfg": 3.0}
+    settings = {"dtype": "fp32", "weights_dtype": "fp32", "size": 64, "sample_cfg": 3.0}
     vae = sd.weights.read.load_vae(data / "vae")
     sd.painting.sample_grid(
         tmp_path / "grid.png",
@@ -986,6 +986,7 @@ def test_weight_decay_spares_biases_and_norms(data):
     encoder = SD_Model.TextEncoder.from_pretrained(str(data / "text_encoder"))
     net = sd.objective.Denoiser(SD_Model.UNet(SD_Model.PRESETS["micro"]["unet"]), encoder)
     settings = {"text_lr": 0.1, "decay": 0.01, "lr": 1.0, "beta1": 0.8, "beta2": 0.99}
+    settings |= {"optimizer": "adamw", "weights_dtype": "fp32"}
     optimizer = sd.optim.make_optimizer(net, settings)
     sd.optim.set_lr(optimizer, 0.5)
     found = {id(p): (g["weight_decay"], g["lr"], g["betas"]) for g in optimizer.param_groups for p in g["params"]}
@@ -1254,7 +1255,7 @@ def test_activations_are_counted(grad_checkpoint, kernels):
     if kernels and sd.kernels.triton is None:
         pytest.skip("Triton is not installed")
     settings = {"model": "micro", "size": 64, "dtype": "fp32", "kernels": kernels, "grad_checkpoint": grad_checkpoint}
-    settings["accumulate"] = 1
+    settings |= {"accumulate": 1, "weights_dtype": "fp32"}
     (one, _), (two, _), (four, block) = (sd.plan.activation_bytes(settings, n, torch.device("cpu")) for n in (1, 2, 4))
     assert four - two == 2 * (two - one) > 0
     net, kept, storages = SD_Model.UNet(SD_Model.PRESETS["micro"]["unet"]), [], {}

@@ -25,6 +25,7 @@ import sd.files
 import sd.fused
 import sd.kernels
 import sd.optim
+import sd.optimizers
 import sd.picture_sets
 import sd.pictures
 import sd.shapes
@@ -125,7 +126,7 @@ def test_orthogonalised_keeps_directions_and_evens_lengths(shape):
     rank = min(shape)
     u, _, v = torch.linalg.svd(torch.randn(shape, generator=torch.Generator().manual_seed(0)), full_matrices=False)
     matrix = 1e-4 * u @ torch.diag(torch.logspace(0, -2, rank)) @ v
-    lengths = u.T @ sd.optim.orthogonalised(matrix) @ v.T
+    lengths = u.T @ sd.optimizers.orthogonalised(matrix) @ v.T
     diagonal = lengths.diagonal()
     assert (lengths - torch.diag(diagonal)).abs().max() < 1e-3
     assert 0.3 < diagonal.min() and diagonal.max() < 1.3
@@ -134,7 +135,7 @@ def test_orthogonalised_keeps_directions_and_evens_lengths(shape):
 def test_muon_steps_down_a_badly_scaled_valley():
     """One step moves a kernel by lr in every direction, against the gradient; momentum and decay are its own."""
     p = torch.nn.Parameter(torch.eye(4).reshape(4, 4, 1, 1))
-    muon = sd.optim.Muon([p], lr=0.1, weight_decay=0.5)
+    muon = sd.optimizers.Muon([p], lr=0.1, weight_decay=0.5)
     p.grad = torch.diag(torch.tensor([1.0, 0.5, 0.2, 0.1])).reshape(4, 4, 1, 1)
     muon.step()
     moved = torch.eye(4) * (1 - 0.1 * 0.5) - p.detach().flatten(1)
@@ -590,7 +591,7 @@ def test_matrices_of_one_shape_are_orthogonalised_together_alike(monkeypatch):
 
     def moved() -> list[torch.Tensor]:
         params = [torch.nn.Parameter(p.clone()) for p in start]
-        muon = sd.optim.Muon(params, lr=0.1, weight_decay=0.1)
+        muon = sd.optimizers.Muon(params, lr=0.1, weight_decay=0.1)
         for both in grads:
             for p, g in zip(params, both, strict=True):
                 p.grad = g.clone()
@@ -599,7 +600,7 @@ def test_matrices_of_one_shape_are_orthogonalised_together_alike(monkeypatch):
 
     one_by_one = moved()
     groups = lambda params: [[params[i] for i in group] for group in ((0, 2, 5), (1, 4), (3,))]  # noqa: E731
-    monkeypatch.setattr(sd.optim.Muon, "_alike", staticmethod(groups))
+    monkeypatch.setattr(sd.optimizers.Muon, "_alike", staticmethod(groups))
     for a, b in zip(one_by_one, moved(), strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 

@@ -267,8 +267,8 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--data"]:
         make_data(Path(sys.argv[2]), {"things": 42})
     else:
-        if sys.argv[1:2] == ["--slow"]:  # 15 ms more a micro-batch
-            del sys.argv[1]
-            real = sd.objective.backward
-            rebind(sd.objective, "backward", lambda *args: time.sleep(0.015) or real(*args))
+        if sys.argv[1:2] == ["--slow"]:  # so many seconds more a micro-batch
+            seconds, real = float(sys.argv[2]), sd.objective.backward
+            del sys.argv[1:3]
+            rebind(sd.objective, "backward", lambda *args: time.sleep(seconds) or real(*args))
         sd.errors.run(SD_Train.main)

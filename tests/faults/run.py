@@ -241,7 +241,7 @@ def one_rank(f: Faults, times: int = 3):
         argv = flags(f.data, out, *RUN, "--batch", 2, "--max_steps", STEPS)
         process = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={micro.free_port()}",
-             str(Path(__file__).parent / "micro.py"), "--slow", *argv],
+             str(Path(__file__).parent / "micro.py"), "--slow", "0.015", *argv],
             env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         wait_for(lambda out=out: logged(out) >= f.rng.randint(3, 15), [process.pid], 120)

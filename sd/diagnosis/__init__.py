@@ -1,0 +1,1 @@
+"""What SD_Doctor.py looks at, and by which rules it judges."""

@@ -1,0 +1,537 @@
+"""Pictures encoded while training: which of them are trained on and which are held out, and how they become latents.
+
+Threads read, decode and cut the coming pictures; the thread that makes micro-batches encodes them, beside the training
+step, so that the loop and its CUDA graphs get latents as from a folder of them. How a picture is cut, mirrored and
+coloured depends on the seed and the global position alone, and its latent on no other picture of the batch.
+"""
+
+import copy
+import hashlib
+import math
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from sd.data import STREAM_PICTURE, BucketOrder, SampleOrder, generator
+from sd.device import DTYPES, Place
+from sd.encoder import Encoder
+from sd.errors import InputError
+from sd.files import counted
+from sd.index import (
+    Captions,
+    Index,
+    Part,
+    build_index,
+    field_names,
+    find_parts,
+    read_index,
+    read_picture,
+)
+from sd.networks import unet_config
+from sd.pictures import Reject, cut, decode_image, scaled
+from sd.setup import Data
+from sd.text import check_template, tokenize
+from sd.weights.parts import DEFAULT_VAE
+from sd.weights.read import load_vae
+from sd.where import COLUMN, NUMBER, TEXT, Where
+from sd.workers import check_workers
+from SD_Model import PRESETS, TextEncoder, weights_hash
+
+ONLINE_FLAGS = (  # what decides how pictures are read and cut: of no use with cached latents
+    "captions", "caption", "caption_encoding", "where", "balance", "val_fraction", "crop_scale", "crop_aspect", "flip",
+    "jitter", "window", "regularise", "index", "strict", "cache",
+)  # fmt: skip
+
+MAX_GROUPS = 10_000  # values that --balance evens out
+
+SMALL, SMALL_SHARE, LARGE_SHARE = 1000, 0.1, 0.01  # pictures of a small set; shares held out of such, and of others
+
+BENIGN = {"hidden", "mask", "link_repeated", "caption_alone", "listed_twice"}  # what --strict lets pass
+
+MOST_AT_ONCE = 16  # pictures that a GPU encodes in one pass
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# How a picture is cut
+# ----------------------------------------------------------------------------------------------------------------
+
+
+class Cut(NamedTuple):
+    """From a decoded picture to the square that is encoded. With all but the size off, as encode_latents.py does."""
+
+    size: int
+    scale: tuple[float, float] | None = None  # share of the largest part's area that a random part has
+    aspect: tuple[float, float] | None = None  # of a random part, width to height
+    flip: bool = False
+    jitter: float = 0.0  # brightness, contrast and saturation are multiplied by 1 - jitter to 1 + jitter
+
+    @property
+    def random(self) -> bool:
+        return bool(self.scale or self.aspect or self.flip or self.jitter)
+
+    def __call__(self, image: np.ndarray, draws: np.ndarray | None) -> np.ndarray:
+        """uint8 [H, W, 3] -> [size, size, 3]. draws: eight numbers in [0, 1), each with one meaning, whatever else is
+        off; None: the middle, as it is."""
+        square = (self.size, self.size)
+        if draws is None:
+            return np.ascontiguousarray(cut(image, square))
+        if self.scale or self.aspect:
+            top, left, high, wide = self.part(*image.shape[:2], draws)
+            image = scaled(image[top : top + high, left : left + wide], square)
+        else:
+            image = cut(image, square)
+        if self.jitter:
+            image = jittered(image, *(1 + self.jitter * (2 * draws[5:8] - 1)))
+        if self.flip and draws[4] < 0.5:
+            image = image[:, ::-1]
+        return np.ascontiguousarray(image)
+
+    def part(self, height: int, width: int, draws: np.ndarray) -> tuple[int, int, int, int]:
+        """Top, left, height and width of a random part of a picture: its aspect is uniform in the logarithm, its area a
+        uniform share of the largest part of that aspect, its place uniform."""
+        scale, aspect = self.scale or (1.0, 1.0), self.aspect or (1.0, 1.0)
+        ratio = math.exp(math.log(aspect[0]) + draws[1] * (math.log(aspect[1]) - math.log(aspect[0])))
+        side = math.sqrt(scale[0] + draws[0] * (scale[1] - scale[0]))
+        wide = min(width, height * ratio)
+        high, wide = max(1, round(side * wide / ratio)), max(1, round(side * wide))
+        high, wide = min(high, height), min(wide, width)
+        return int(draws[2] * (height - high + 1)), int(draws[3] * (width - wide + 1)), high, wide
+
+
+GREY = np.array([0.299, 0.587, 0.114], np.float32)  # of red, green and blue (ITU-R BT.601)
+
+
+def jittered(image: np.ndarray, brightness: float, contrast: float, saturation: float) -> np.ndarray:
+    """uint8 [H, W, 3] with each of these three multiplied: all values; their distance from the picture's mean grey; and
+    from the pixel's grey. Rounded and cut to 0..255 once, at the end."""
+    x = image.astype(np.float32) * np.float32(brightness)
+    middle = (x @ GREY).mean()
+    x = middle + (x - middle) * np.float32(contrast)
+    grey = (x @ GREY)[:, :, None]
+    return np.rint(np.clip(grey + (x - grey) * np.float32(saturation), 0, 255)).astype(np.uint8)
+
+
+def read_range(flag: str, text: str | None, least: float, most: float) -> tuple[float, float] | None:
+    """'0.25,1' or '0.25' of a flag as two numbers, from `least` to `most`."""
+    if text is None:
+        return None
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2) or not least < numbers[0] <= numbers[-1] <= most:
+        raise InputError(f"--{flag} wants two numbers such as 0.5,1, above {least:g} and up to {most:g}, found {text}")
+    return numbers[0], numbers[-1]
+
+
+def check_settings(settings: dict, given: set[str]):
+    """InputError unless the settings of pictures make sense, and go with each other. given: names of the flags that the
+    command line has."""
+    if settings["pictures"] is None:
+        if useless := [name for name in ONLINE_FLAGS if settings[name]]:
+            raise InputError(
+                f"--{useless[0]} is of --pictures, which are cut anew each time they are shown; latents on disk were "
+                "cut when they were encoded (encode_latents.py has --crop, --flip and --buckets): give --pictures, or "
+                f"drop --{useless[0]}"
+            )
+        return
+    if both := [name for name in ("data", "dataset", "data_root") if name in given]:
+        raise InputError(f"--pictures and --{both[0]} both say what to train on: give one of them")
+    for name in ("pictures", "regularise"):
+        if "pipe:" in (settings[name] or "") and name not in given:  # a run's folder may be somebody else's
+            raise InputError(f"--{name} of this run has a command: give that flag again, for commands are run only so")
+    for flag, least, most in (("crop_scale", 0, 1), ("crop_aspect", 0, 10)):
+        read_range(flag, settings[flag], least, most)
+    if not 0 <= settings["jitter"] < 1:
+        raise InputError(f"--jitter wants a number from 0 to below 1, found {settings['jitter']}")
+    if settings["val_fraction"] is not None and not 0 <= settings["val_fraction"] < 1:
+        raise InputError(f"--val_fraction wants a number from 0 to below 1, found {settings['val_fraction']}")
+    if settings["window"] < 0:
+        raise InputError(f"--window wants a whole number from 0 up, found {settings['window']}")
+    for name in ("picture_memory", "cache_gib"):
+        if not 0 <= settings[name] < math.inf:
+            raise InputError(f"--{name} wants a number of GiB from 0 up, found {settings[name]}")
+    if settings["latent_fraction"] != 1:
+        raise InputError("--latent_fraction is of latents on disk: drop it, or choose among --pictures with --where")
+    if settings["workers"] is not None:
+        check_workers(settings["workers"])
+    if settings["caption"] is not None:
+        if settings["captions"] is not None:
+            raise InputError("--caption and --captions both say what the pictures show: give one of them")
+        check_template(settings["caption"], ("name", "folder"))
+    if settings["where"] is not None:
+        Where(settings["where"])
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The pictures of a split
+# ----------------------------------------------------------------------------------------------------------------
+
+
+class Kept:
+    """Arrays kept in memory while there is room; several threads may put and get."""
+
+    def __init__(self, room: float):
+        """room: in bytes."""
+        self.room, self._arrays, self._lock = room, {}, threading.Lock()
+
+    def get(self, key: int) -> np.ndarray | None:
+        return self._arrays.get(key)
+
+    def put(self, key: int, array: np.ndarray):
+        with self._lock:
+            if key not in self._arrays and array.nbytes <= self.room:
+                self._arrays[key] = array
+                self.room -= array.nbytes
+
+
+class Latents:
+    """Squares to latents, as encode_latents.py stores them: fp16, scaled, the posterior's mean. One at a time on a CPU
+    and a fixed number on a GPU, so that a latent does not depend on what else is encoded."""
+
+    def __init__(self, encoder: Encoder, at_once: int):
+        self.encoder, self.at_once = encoder, at_once
+        self.stream = torch.cuda.Stream(encoder.device) if encoder.device.type == "cuda" else None
+        if self.stream:
+            torch.cuda.synchronize(encoder.device)  # the weights are there
+
+    def __call__(self, squares: list[np.ndarray], keys: list[str]) -> list[np.ndarray]:
+        """uint8 [size, size, 3] each -> fp16 [z, h, w] each. InputError if one is not finite, even in fp32."""
+        latents = []
+        with torch.cuda.stream(self.stream) if self.stream else nullcontext():
+            for first in range(0, len(squares), self.at_once):
+                batch = torch.from_numpy(np.stack(squares[first : first + self.at_once]))
+                found, finite = self.encoder.collect(self.encoder.submit(batch))
+                if not finite.all():
+                    key = keys[first + int(np.flatnonzero(~finite)[0])]
+                    raise InputError(f"the VAE gives {key} no finite latent: look at that picture, or leave it out")
+                latents += list(found)
+        return latents
+
+
+class Pictures:
+    """What training wants of a split (see sd.data.Split), of pictures that are read when they are due.
+
+    keys, captions: the first of each; shapes: the one that all latents have.
+    """
+
+    moments = flipped = False
+    missing = unreadable = 0
+
+    def __init__(self, table: pa.Table, sizes: list[int], parts: list[Part], tokenizer, latents: Latents,
+                 shape: tuple[int, int, int], cutting: Cut, settings: dict, pool, say):  # fmt: skip
+        """table: rows of an Index, source after source; sizes: of the sources. shape: of a latent. pool: of the threads
+        that decode, or None."""
+        large, captions = pa.large_string(), _whole(table["captions"])
+        self.keys = pa.chunked_array([_whole(table["key"])], large)
+        counts = pc.list_value_length(captions).to_numpy(zero_copy_only=False).astype(np.int64)
+        self._texts, self.first = captions.flatten(), None
+        firsts = self._texts
+        if len(self._texts) > len(table):
+            self.first = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+            firsts = self._texts.take(pa.array(self.first[:-1]))
+        self.captions = pa.chunked_array([firsts], large)
+        self.part, self.offset, self.bytes = (table[name].to_numpy() for name in ("part", "offset", "bytes"))
+        self.sizes, self.parts, self.tokenizer, self.say = sizes, parts, tokenizer, say
+        self.shapes, self.shape = [shape], np.zeros(len(table), np.int8)
+        self.length = tokenize(tokenizer, [""]).shape[1]
+        self.windows = (self.part, settings["window"]) if settings["window"] else None
+        self._ends = np.cumsum(sizes)
+        self._latents, self._cut, self._seed, self._pool = latents, cutting, settings["seed"], pool
+        self._strict, self._workers = settings["strict"], getattr(pool, "_max_workers", 0)
+        self._kept = Kept(settings["picture_memory"] * 2**30)  # latents; of pictures that are cut anew, what is decoded
+        self._coming, self._damaged, self._lock = {}, set(), threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def token_ids(self, index: np.ndarray, turn: np.ndarray | float = 0.0) -> np.ndarray:
+        """As Split.token_ids; made when they are wanted."""
+        if self.first is None:
+            at = np.asarray(index)
+        else:
+            begin = self.first[index]
+            at = begin + (turn * (self.first[np.asarray(index) + 1] - begin)).astype(np.int64)
+        return tokenize(self.tokenizer, self._texts.take(pa.array(at)).to_pylist()).astype(np.int64)
+
+    def digest(self, sampled: int = 256) -> tuple[str, str]:
+        """sha256 of all keys and captions in their order; and of the lengths of the pictures' files and the bytes of
+        `sampled` of them, evenly spaced."""
+        told, files = (hashlib.sha256(f"{self.sizes} {len(self)}".encode()) for _ in range(2))
+        for array in (self.keys.chunk(0), self._texts):
+            ends = np.frombuffer(array.buffers()[1], np.int64)[array.offset : array.offset + len(array) + 1]
+            told.update(np.diff(ends))
+            told.update(array.buffers()[2][int(ends[0]) : int(ends[-1])] if len(array) else b"")
+        if self.first is not None:
+            told.update(self.first)
+        files.update(np.ascontiguousarray(self.bytes))
+        for i in np.unique(np.linspace(0, len(self) - 1, min(sampled, len(self))).astype(int)):
+            files.update(self._read(int(i)))
+        return told.hexdigest(), files.hexdigest()
+
+    def _key(self, i: int) -> str:
+        return self.keys[i].as_py()
+
+    def _read(self, i: int) -> bytes:
+        return read_picture(self.parts[self.part[i]], self._key(i), int(self.offset[i]), int(self.bytes[i]))
+
+    def _one(self, i: int, position: int | None) -> tuple[int, np.ndarray]:
+        """The picture that is shown at a position where picture i is due: its number, and its square uint8 [size, size,
+        3] or its latent fp16 [z, h, w], if that is kept. The next picture of its source stands in for a damaged one."""
+        source = int(np.searchsorted(self._ends, i, side="right"))
+        first, size = int(self._ends[source]) - self.sizes[source], self.sizes[source]
+        random = self._cut.random and position is not None
+        draws = generator(self._seed, STREAM_PICTURE, position).random(8) if random else None
+        for k in range(size):
+            which = first + (i - first + k) % size
+            kept = self._kept.get(which)
+            if kept is not None and not self._cut.random:
+                return which, kept
+            try:
+                image = decode_image(self._read(which)) if kept is None else kept
+            except Reject as reject:
+                self._tell(which, reject.reason)
+                continue
+            if self._cut.random:
+                self._kept.put(which, image)
+            return which, self._cut(image, draws)
+        raise InputError(f"none of the {size:,} pictures beside {self._key(i)} can be decoded: give others")
+
+    def _tell(self, i: int, reason: str):
+        """Of a damaged picture, once."""
+        with self._lock:
+            new = i not in self._damaged
+            self._damaged.add(i)
+        if self._strict:
+            raise InputError(f"{self._key(i)} cannot be decoded ({reason}): put it right, or drop --strict")
+        if new:
+            self.say(f"\nwarning: {self._key(i)} cannot be decoded ({reason}): the next picture stands in for it")
+
+    def _encoded(self, shown: list[tuple[int, np.ndarray]]) -> np.ndarray:
+        """Stored latents fp32 [B, z, h, w] of what _one gives."""
+        squares = {i: x for i, x in enumerate(x for _, x in shown) if x.dtype == np.uint8}
+        found = self._latents(list(squares.values()), [self._key(shown[i][0]) for i in squares])
+        made = dict(zip(squares, found))
+        if not self._cut.random:
+            for i, latent in made.items():
+                self._kept.put(shown[i][0], latent.copy())
+        return np.stack([made.get(i, x) for i, (_, x) in enumerate(shown)]).astype(np.float32)
+
+    def latents(self, index: np.ndarray, mirrored: int = 0) -> np.ndarray:
+        """Latents fp32 [B, z, h, w] of the pictures' middle, as it is: what validation sees."""
+        return self._encoded([self._one(int(i), None) for i in index])
+
+    def shown(self, index: np.ndarray, mirrored, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As Split.shown: cut, mirrored and coloured as the positions have it."""
+        shown = []
+        for i, position in zip(index.tolist(), positions.tolist()):
+            coming = self._coming.pop(position, None)
+            shown.append(coming.result() if coming else self._one(i, position))
+        return np.array([which for which, _ in shown], np.int64), self._encoded(shown)
+
+    def ahead(self, positions: Iterable[np.ndarray], order: SampleOrder | BucketOrder) -> Iterator[np.ndarray]:
+        """The same micro-batches of positions; the pictures of those that follow are decoded meanwhile."""
+        waiting, pictures = deque(), 0
+        for some in positions:
+            if self._pool:
+                for i, position in zip(order.at(some).tolist(), some.tolist()):
+                    self._coming[position] = self._pool.submit(self._one, i, position)
+            waiting.append(some)
+            pictures += len(some)
+            while pictures > (2 * self._workers + len(some) if self._pool else 0):
+                pictures -= len(waiting[0])
+                yield waiting.popleft()
+        yield from waiting
+
+
+def _whole(column: pa.ChunkedArray) -> pa.Array:
+    """A column as one array that begins at its buffers' beginning."""
+    array = column.combine_chunks()
+    array = pa.concat_arrays(array.chunks) if isinstance(array, pa.ChunkedArray) else array
+    return array.take(pa.array(np.arange(len(array)))) if array.offset else array
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Which pictures
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def held_out(table: pa.Table, share: float | None) -> np.ndarray:
+    """Which rows are held out, bool [N]: those whose key has a hash below the share (None: by how many there are), and
+    if there are two or more, at least the one of the lowest."""
+    fraction = table["fraction"].to_numpy()
+    if share is None:
+        share = SMALL_SHARE if len(table) <= SMALL else LARGE_SHARE
+    out = fraction < share
+    if share and not out.any() and len(table) > 1:
+        out[np.argmin(fraction)] = True
+    return out
+
+
+def balanced(table: pa.Table, field: str, index: Index, say) -> tuple[pa.Table, list[int]]:
+    """The rows sorted by a field's values, and how many rows each value has. Rows without one are left out."""
+    columns = [COLUMN[kind] + field for kind in (TEXT, NUMBER) if COLUMN[kind] + field in table.column_names]
+    columns = [name for name in columns if table[name].null_count < len(table)]
+    if not columns:
+        raise InputError(
+            f"--balance wants a field, and no picture has {field!r}; these are there: {field_names(index)}"
+        )
+    column = table[min(columns, key=lambda name: table[name].null_count)]
+    known = table.filter(column.is_valid())
+    values = column.drop_null().combine_chunks().dictionary_encode()
+    names, codes = values.dictionary.to_pylist(), values.indices.to_numpy()
+    if len(names) > MAX_GROUPS:
+        raise InputError(f"--balance wants a field of at most {MAX_GROUPS:,} values, and {field} has {len(names):,}")
+    rank = np.empty(len(names), int)
+    rank[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
+    sizes = np.bincount(rank[codes], minlength=len(names))
+    say(f"--balance {field}: {len(names):,} values of {sizes.min():,} to {sizes.max():,} pictures, each shown as often "
+        f"as any other; {len(table) - len(known):,} pictures lack it and are left out")  # fmt: skip
+    return known.take(pa.array(np.argsort(rank[codes], kind="stable"))), sizes.tolist()
+
+
+class Store(NamedTuple):
+    """What the checkpoint remembers of an index, as of a folder of latents."""
+
+    found: str  # sha256 of what the parts' pictures are called
+    left_out: list[str]
+
+
+def parse_regularise(text: str) -> tuple[str, float]:
+    """DIR:weight. InputError."""
+    name, _, number = text.rpartition(":")
+    try:
+        weight = float(number)
+    except ValueError:
+        weight = math.nan
+    if not name or not 0 < weight < math.inf:
+        raise InputError(f"--regularise wants DIR:weight with a positive weight, as in class_pictures:1, found {text}")
+    return name, weight
+
+
+def indexed(pictures: str, settings: dict, columns: list[str], where, workers: int, say) -> tuple[list[Part], Index]:
+    """The parts that --pictures or --regularise names, and what is in them that `where`, a Where or None, is true of;
+    says, and with --strict refuses, what is left out."""
+    captions = Captions(settings["caption"], settings["captions"] and Path(settings["captions"]),
+                        settings["caption_encoding"])  # fmt: skip
+    left_out = Counter()
+    limit = settings["cache_gib"] * 2**30
+    cache = (Path(settings["cache"]).absolute(), limit) if settings["cache"] else None
+    parts = find_parts(pictures, captions, settings["index"] and Path(settings["index"]), left_out, cache)
+    build_index(parts, workers, say)
+    index = read_index(parts, columns, where)
+    left_out.update(index.rejects)
+    first = f"; the first: {index.rejected[0][0]} ({index.rejected[0][1]})" if index.rejected else ""
+    say(f"pictures: {index.pictures:,} in {pictures}; left out: {counted(left_out)}{first}")
+    faults = {reason: n for reason, n in left_out.items() if n and reason not in BENIGN}
+    if where:
+        say(f"--where keeps {len(index.table):,} of {index.pictures:,} pictures; {index.lacking:,} lack a field that "
+            "it names and are left out")  # fmt: skip
+    if not index.pictures:
+        raise InputError(
+            f"no picture with a caption is in {pictures} (left out: {counted(left_out)}): put texts beside them, such "
+            "as cat.txt of cat.jpg, or give --captions LIST or --caption TEXT"
+        )
+    if sum(index.got) > limit and not 0 < 2 * settings["window"] * max(index.got) <= limit:
+        most = max(1, int(limit / max(index.got) / 2))
+        raise InputError(
+            f"the {len(index.got):,} tars of {pictures} take {sum(index.got) / 2**30:.1f} GiB, and --cache_gib is "
+            f"{settings['cache_gib']:g}: raise it, or give --window W, with a W up to {most}, so that each tar is got "
+            "once an epoch"
+        )
+    if settings["strict"] and faults:
+        raise InputError(f"--strict wants all of {pictures}, and this is left out: {counted(faults)}{first}")
+    return parts, index
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# All of it
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def name_vae(settings: dict, init_from: str | None):
+    """Fill in the VAE of a run on pictures, where no flag names it: that of --init_from, or the one that the preset
+    usually goes with."""
+    if settings["vae"] is None and init_from is not None:
+        settings["vae"] = str(init_from)
+    if settings["vae"] is None:
+        if PRESETS[settings["model"]]["text"] is not None:
+            raise InputError(
+                f"--pictures are encoded while training, and preset {settings['model']} has no usual VAE: name one "
+                "with --vae, or a model that has one with --init_from"
+            )
+        settings["vae"] = DEFAULT_VAE
+
+
+def load_pictures(settings: dict, text_encoder: TextEncoder, place: Place, say) -> Data:
+    """The data of a run on --pictures: indexed, chosen, parted into training and held-out ones, ready to be encoded."""
+    vae, size, channels = load_vae(settings["vae"]), settings["size"], unet_config(settings).in_channels
+    factor = vae.config.factor
+    if vae.config.latent_channels != channels or size % factor:
+        raise InputError(
+            f"latents of {channels} channels of pictures of {size} px were wanted, and {settings['vae']} makes "
+            f"{vae.config.latent_channels} of sizes in multiples of {factor}: give another --vae or --size"
+        )
+    vae_info = {"name": settings["vae"], "hash": weights_hash(vae), "config": asdict(vae.config)}
+    cuda = place.device.type == "cuda"
+    at_once = min(settings["batch"], MOST_AT_ONCE) if cuda else 1
+    latents = Latents(Encoder(vae, place.device, DTYPES[settings["dtype"]], pad_to=at_once), at_once)
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    share = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # of this machine's processes
+    workers = min(16, share) if settings["workers"] is None else settings["workers"]
+    pool = ThreadPoolExecutor(workers, "decode", lambda: cv2.setNumThreads(1)) if workers else None
+    where, columns = settings["where"] and Where(settings["where"]), []
+    if settings["balance"]:
+        columns = [COLUMN[kind] + settings["balance"] for kind in (TEXT, NUMBER)]
+
+    parts, index = indexed(settings["pictures"], settings, columns, where, workers, say)
+    table = index.table
+    out = held_out(table, settings["val_fraction"])
+    train, val = table.filter(pa.array(~out)), table.filter(pa.array(out))
+    if not len(train):
+        raise InputError(
+            f"no picture is left to train on ({len(val):,} are held out, {index.pictures:,} are in "
+            f"{settings['pictures']}): change --where or --val_fraction"
+        )
+    sizes, weights = [len(train)], None
+    if settings["balance"]:
+        train, sizes = balanced(train, settings["balance"], index, say)
+        weights = [1 / len(sizes)] * len(sizes)
+    if settings["regularise"]:
+        name, weight = parse_regularise(settings["regularise"])
+        others, more = indexed(name, settings, [], None, workers, say)
+        if same := {p.prefix for p in parts} & {p.prefix for p in others}:
+            raise InputError(f"--regularise wants other pictures than --pictures, and both hold {same.pop()}")
+        more = more.table.set_column(more.table.column_names.index("part"), "part",
+                                     pa.array(more.table["part"].to_numpy() + np.int32(len(parts))))  # fmt: skip
+        weights = [w for w in weights or [1.0]] + [weight]
+        train = pa.concat_tables([train.select(more.column_names), more])
+        sizes, parts = [*sizes, len(more)], parts + others
+    say(f"{len(train):,} training and {len(val):,} held-out pictures")
+    if not len(val) and settings["val_steps"]:
+        say("note: no held-out pictures; validation is on training pictures alone")
+
+    tokenizer = copy.deepcopy(text_encoder.tokenizer)  # the other one paints meanwhile; neither may be used by two
+    ranges = [read_range(flag, settings[flag], 0, most) for flag, most in (("crop_scale", 1), ("crop_aspect", 10))]
+    cutting = Cut(size, *ranges, settings["flip"], settings["jitter"])
+    shape = (channels, size // factor, size // factor)
+    splits = [
+        Pictures(rows, n, parts, tokenizer, latents, shape, cutting, settings, pool, say)
+        for rows, n in ((train, sizes), (val, [len(val)]))
+    ]
+    names = hashlib.sha256("\n".join(part.prefix for part in parts).encode()).hexdigest()
+    stores = {settings["pictures"]: Store(names, [])}
+    return Data(*splits, weights, vae_info, {"VAE": vae_info["hash"]}, stores)
