@@ -25,10 +25,13 @@ NO_MODEL = error: demo/drawings, with which make paint paints, is not in this co
 
 ARGS ?=
 
-.PHONY: demo paint showcase test test_slow test_slurm faults doctor_table lint clean_demo help
+.PHONY: demo finetune paint showcase test test_slow test_slurm test_hosts faults doctor_table lint clean_demo help
 
 demo: $(VENV)/installed  ## draw pictures, train on them, paint, and check the result: 8 minutes on two CPU cores
 	$(PY) demo/run.py
+
+finetune: $(VENV)/installed  ## after make demo: teach its model a new shape from 24 pictures by LoRA, and check the result
+	$(PY) demo/finetune.py
 
 paint: $(VENV)/installed  ## paint with the small model that comes along: make paint PROMPT="a red apple, 3d render"
 	@test -e "$$MODEL" || test "$$MODEL" != demo/drawings || { echo "$(NO_MODEL)" >&2; exit 2; }
@@ -52,6 +55,9 @@ doctor_table: $(VENV)/installed_dev  ## break 35 small runs on purpose and count
 
 test_slurm: $(VENV)/installed_dev  ## train through slurm/*.sbatch on a Slurm of its own: 3 minutes, needs root
 	$(PY) tests/slurm/run.py
+
+test_hosts: $(VENV)/installed_dev  ## train over two network namespaces and cut the link: 3 minutes, needs root
+	$(PY) tests/hosts/run.py
 
 lint: $(VENV)/installed_dev  ## check style alone
 	$(PY) -m ruff check . && $(PY) -m ruff format --check .
