@@ -125,7 +125,7 @@ class Trainings:
         path = self.work / name / "log.jsonl"
         return 2 * path.read_bytes().count(b"\n") if path.exists() else 0
 
-    def reach(self, name: str, step: int, processes: list, seconds: float = 120):
+    def reach(self, name: str, step: int, processes: list, seconds: float = 300):
         end = time.time() + seconds
         while self.steps(name) < step:
             if time.time() > end or any(p.poll() is not None for p in processes):
@@ -136,7 +136,7 @@ class Trainings:
         """The trainings' processes: those in the namespaces that torchrun started."""
         return [pid for pid in self.hosts.own() if b"--rdzv_id" not in command_line(pid)]
 
-    def ends(self, processes: list, seconds: float = 120) -> list[int | None]:
+    def ends(self, processes: list, seconds: float = 300) -> list[int | None]:
         """Their exit statuses; None for one that did not end in time and was killed."""
         end, statuses = time.time() + seconds, []
         for p in processes:
