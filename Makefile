@@ -53,7 +53,7 @@ faults: $(VENV)/installed_dev  ## attack real trainings and count what they surv
 test_slurm: $(VENV)/installed_dev  ## train through slurm/*.sbatch on a Slurm of its own: 3 minutes, needs root
 	$(PY) tests/slurm/run.py
 
-test_hosts: $(VENV)/installed_dev  ## train over two network namespaces and cut the link: 3 minutes, needs root
+test_hosts: $(VENV)/installed_dev  ## train over two network namespaces and cut the link: 3 to 5 minutes, needs root
 	$(PY) tests/hosts/run.py
 
 lint: $(VENV)/installed_dev  ## check style alone

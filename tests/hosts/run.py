@@ -1,6 +1,6 @@
 """Trains on two hosts that are network namespaces of this machine, cuts the link between them, and says what held.
 
-    python tests/hosts/run.py            # about 3 minutes on two cores; the last line is one JSON object
+    python tests/hosts/run.py            # 3 minutes on two cores, 5 on busy ones; the last line is one JSON object
 
 Each host has a torchrun with two ranks, which meet through its c10d rendezvous and share gradients through gloo, over a
 pair of virtual network cards. Needs root and `ip netns` (Debian: iproute2). Exit status: 0 if all held, 1 if not, 2 if
