@@ -25,7 +25,7 @@ NO_MODEL = error: demo/drawings, with which make paint paints, is not in this co
 
 ARGS ?=
 
-.PHONY: demo finetune paint showcase test test_slow test_slurm test_hosts faults lint clean_demo help
+.PHONY: demo finetune paint showcase test test_slow test_slurm test_hosts faults doctor_table lint clean_demo help
 
 demo: $(VENV)/installed  ## draw pictures, train on them, paint, and check the result: 8 minutes on two CPU cores
 	$(PY) demo/run.py
@@ -50,6 +50,9 @@ test_slow: $(VENV)/installed_dev  ## run the tests that take minutes or gigabyte
 faults: $(VENV)/installed_dev  ## attack real trainings and count what they survive (docs/FAULTS.md)
 	$(PY) tests/faults/run.py
 
+doctor_table: $(VENV)/installed_dev  ## break 35 small runs on purpose and count what SD_Doctor.py finds (docs/DOCTOR.md)
+	$(PY) tests/doctor/run.py
+
 test_slurm: $(VENV)/installed_dev  ## train through slurm/*.sbatch on a Slurm of its own: 3 minutes, needs root
 	$(PY) tests/slurm/run.py
 
@@ -63,7 +66,7 @@ clean_demo:  ## remove what the demo made
 	rm -r runs/demo
 
 help:  ## list these targets
-	@awk -F ':.*## ' '/^[a-z_]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z_]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 .venv/installed: requirements.txt
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv

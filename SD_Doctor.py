@@ -51,7 +51,8 @@ def parse_args(argv=None):
 
     g = p.add_argument_group("what to write")
     g.add_argument("--out", metavar="PAGE.html", help="the report as a page (default: none)")
-    g.add_argument("--json", metavar="FILE", help="the report for programs (default: none)")
+    g.add_argument("--json", metavar="FILE", help="the report for programs, a list; in a run's folder, under the name "
+                   "doctor.json, it is on the run's page too (default: none)")  # fmt: skip
     return p.parse_args(argv)
 
 
@@ -74,7 +75,7 @@ def main(argv=None):
     title = f"SD_Doctor on {args.SOURCE}"
     print(in_lines(title, found))
     if args.json:
-        atomic_write(Path(args.json), json.dumps({"source": args.SOURCE, "findings": as_rows(found)}, indent=1))
+        atomic_write(Path(args.json), json.dumps(as_rows(found), indent=1))
     if args.out:
         atomic_write(Path(args.out), as_page(title, found))
 

@@ -5,8 +5,8 @@
     python SD_Run.py --plot runs/1_broad                                 # draw curves.png anew
     python SD_Run.py --lineage runs/2_hq                                 # the parents of a checkpoint, run or export
 
-Run folder: config.json, run.json (how to go on, and where it ran), log.jsonl, validation.jsonl, curves.png,
-report.html, samples/, checkpoints/step_00012000/.
+Run folder: config.json, run.json (how to go on, and where it ran), log.jsonl, validation.jsonl, health.jsonl,
+curves.png, report.html, evaluation.jsonl (of SD_Evaluate.py), samples/, checkpoints/step_00012000/.
 Checkpoint: unet.safetensors, unet_ema.safetensors, text_encoder/ and text_encoder_ema/ (if trained), vae/ (if small),
 optimizer.pt, model.json (what it is), state.json (where training stands), manifest.json (sha256 of every file).
 """

@@ -224,8 +224,8 @@ def parse_args(argv=None) -> argparse.Namespace:
                    "pipe:COMMAND (default: none)")  # fmt: skip
     g.add_argument("--cache_gib", type=float, metavar="GIB", help="that these may take")
     g.add_argument("--strict", help="refuse tars that are cut or missing, and pictures that cannot be used", **on)
-    g.add_argument("--workers", type=int, help="threads that decode, and processes that index (default: a core each, "
-                   "up to 16)")  # fmt: skip
+    g.add_argument("--workers", type=int, help="of each process: threads that decode, and processes that index "
+                   "(default: as many as cores, up to 16)")  # fmt: skip
     g.add_argument("--picture_memory", type=float, metavar="GIB", help="of latents, or decoded pictures, kept by each "
                    "process")  # fmt: skip
 
@@ -279,8 +279,9 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--contiguous", dest="channels_last", action="store_false", default=None, help="NCHW instead")
 
     g = p.add_argument_group("optimizer and its memory")
-    g.add_argument("--optimizer", choices=OPTIMIZERS, help="lion wants a third of AdamW's lr or less; for prodigy the "
-                   "default of --lr is 1, for schedulefree that of --lr_schedule is constant")  # fmt: skip
+    g.add_argument("--optimizer", choices=OPTIMIZERS, help="lion wants a third of AdamW's --lr or less. Some "
+                   "change other defaults: prodigy --lr 1, lion --beta2 0.99, schedulefree --lr_schedule "
+                   "constant")  # fmt: skip
     g.add_argument("--weights_dtype", choices=["fp32", "bf16"], help="of convolutions and products as they are kept; "
                    "bf16 ones are rounded at random after each step")  # fmt: skip
     g.add_argument("--no_ema", help="no average of the weights: the live ones are saved and painted with", **on)

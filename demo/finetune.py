@@ -33,7 +33,7 @@ PROMPTS = {"new": ("new", 64), "old": ("trained", 128)}  # set: kind of prompts,
 LEAST = {"new": 0.9, "old": 0.9}  # right prompts for hearts; for old shapes, as a share of what was right before
 TRAINING = (
     "--phase lora --model tiny --size 64 --batch 16 --lora 16 --lora_targets all --train_text_encoder --text_lr 1 "
-    "--lr 2e-3 --warmup 20 --max_steps 300 --drop 0.1 --val_steps 100 --sample_steps 100 --sample_cfg 3 "
+    "--lr 2e-3 --warmup 20 --max_steps 500 --drop 0.1 --val_steps 100 --sample_steps 100 --sample_cfg 3 "
     "--save_steps 100 --wandb disabled --resume"
 ).split()
 SAMPLING = "--sampler dpmpp_2m --steps 12 --cfg 3 --batch 128 --overwrite".split()
@@ -57,7 +57,7 @@ def draw_pictures(folder: Path):
 
 def stages(base: Path, old_pictures: Path, out: Path) -> list[Stage]:
     """Training, and painting before and after it."""
-    train = ["SD_Train.py", "--init_from", base, "--pictures", out / "pictures", "--regularise", f"{old_pictures}:0.5",
+    train = ["SD_Train.py", "--init_from", base, "--pictures", out / "pictures", "--regularise", f"{old_pictures}:1",
              "--out", out / "train", *TRAINING]  # fmt: skip
 
     def paint(name: str, *more) -> list:

@@ -307,10 +307,8 @@ class Progress:
 
     def usual_norm(self) -> float:
         """The median of the last steps' gradient norms, 0 if there are none yet: neither a spike nor a step that was
-        skipped moves it much, and what was large for long becomes usual. Of a run that an older revision began, which
-        saved a mean alone, that mean, until there are norms."""
-        norms = self.norms or [self.mean_norm]
-        return statistics.median(norms) if all(map(math.isfinite, norms)) else 0.0
+        skipped moves it much, and what was large for long becomes usual."""
+        return statistics.median(self.norms) if self.norms else 0.0
 
     def state(self) -> dict:
         """For state.json; `seen` is to be the sum over ranks there."""
@@ -321,6 +319,7 @@ class Progress:
 
     @classmethod
     def resumed(cls, saved: dict, rank: int) -> "Progress":
-        seen = saved["seen"] if rank == 0 else 0
+        seen, mean = saved["seen"] if rank == 0 else 0, saved["mean_norm"]
+        of_mean = [mean] * 10 if mean and math.isfinite(mean) else []  # older revisions saved a mean alone
         return cls(saved["step"], saved["ema_updates"], saved["skipped"], saved["mean_norm"], seen, saved["lineage"],
-                   Window(saved["window"]), saved.get("seconds"), saved.get("norms", []))  # fmt: skip
+                   Window(saved["window"]), saved.get("seconds"), saved.get("norms", of_mean))  # fmt: skip

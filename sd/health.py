@@ -29,8 +29,8 @@ NAMED = 20  # tensors or pictures that a line names; of more it gives the number
 
 
 def block_of(name: str) -> str:
-    """The block of a weight of a Denoiser: input_blocks.3, middle_block, out, text_encoder."""
-    part, *rest = name.split(".")
+    """The block of a weight of a Denoiser, an adapter's too: input_blocks.3, middle_block, out, text_encoder."""
+    part, *rest = name.removeprefix("adapters.").replace("/", ".").split(".")
     if part == "text_encoder":
         return part
     numbered = rest[0] in ("input_blocks", "output_blocks")
@@ -127,17 +127,17 @@ class Health:
     def __init__(self, log: Log | None, denoiser: Denoiser, ema: Denoiser, settings: dict, schedule: NoiseSchedule,
                  text_of, train: Split, plan: Plan, shared: bool):  # fmt: skip
         """log: None for other processes. shared: whether update.shared is there (see sd/step.py)."""
-        self.log, self.every, self.shared = log, settings["health_steps"] if log else 0, shared
+        self.every, self.shared = settings["health_steps"], shared
+        self.log = log if self.every else None
         self.denoiser, self.settings, self.schedule, self.text_of = denoiser, settings, schedule, text_of
         self.train, self.plan = train, plan
-        named = dict(denoiser.named_parameters())
-        self.names, self.parameters = list(named), list(named.values())
-        self.trained = [p.requires_grad for p in self.parameters]
+        pairs = [(name, p, average) for (name, p), average in zip(denoiser.named_parameters(), ema.parameters())
+                 if p.requires_grad]  # fmt: skip
+        self.names, self.parameters, self.averages = map(list, zip(*pairs))
         self.blocks = list(dict.fromkeys(map(block_of, self.names)))
         device = self.parameters[0].device
         self.block = torch.tensor([self.blocks.index(block_of(n)) for n in self.names], device=device)  # [P]
-        self.averages, self.steps, self.clipped, self.skipped, self.figures = list(ema.parameters()), 0, 0, 0, None
-        self.batch = None
+        self.steps, self.clipped, self.skipped, self.figures, self.batch = 0, 0, 0, None, None
 
     def _spread(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each sampled number: its block, and how many numbers it stands for."""
@@ -153,7 +153,7 @@ class Health:
     def before(self, step: int, batch: Batch):
         """Between the gradients of step `step` (from 0) and the update. batch: the last micro-batch."""
         self.batch, self.figures = batch, None
-        if not self.every or (step + 1) % self.every:
+        if self.log is None or (step + 1) % self.every:
             return
         part = batch.map(lambda x: x[:PROBED])
         self.figures = probed(self.denoiser, part, self.text_of(part.ids), self.schedule, self.settings["dtype"])
@@ -165,7 +165,7 @@ class Health:
         if self.shared:
             return
         grads = [gradient_of(p) for p in self.parameters]
-        self.without = [n for n, g, t in zip(self.names, grads, self.trained) if t and g is None]
+        self.without = [n for n, g in zip(self.names, grads) if g is None]
         at = [i for i, g in enumerate(grads) if g is not None]
         if not at:
             return
@@ -193,12 +193,12 @@ class Health:
             return
         block, stands_for = self._spread()
         new = torch.cat([spaced(p) for p in self.parameters])
-        average = torch.cat([spaced(p) for p in self.averages])
         size = self.figures["weight_norm", None].clamp(min=1e-30)
         if not self.shared:
             self.figures["update", None] = self._by_block((new - self.old).square() * stands_for, block).sqrt() / size
-        distance = ((new - average).square() * stands_for).sum().sqrt() / size.norm()
-        self.figures["ema_distance", ""] = distance
+        if self.averages[0] is not self.parameters[0]:  # with --no_ema they are the weights
+            away = new - torch.cat([spaced(p) for p in self.averages])
+            self.figures["ema_distance", ""] = (away.square() * stands_for).sum().sqrt() / size.norm()
         row = {"step": step, "lr": lr, "clipped": self.clipped / self.steps, "skipped": self.skipped}
         self.log.write("health.jsonl", row | self._row())
         self.steps = self.clipped = self.skipped = 0
@@ -230,7 +230,9 @@ class Health:
             order = BucketOrder(copy.copy(order.order), order.shape, order.batch)
         index = copy.copy(order).at(np.arange(step * size, (step + 1) * size))
         keys = self.train.keys.take(pa.array(index)).to_pylist()
-        bad = [k for i, k in zip(index, keys) if not np.isfinite(self.train.latents(np.array([i]))).all()]
+        bad = []
+        if isinstance(self.train, Split):  # others would encode their pictures anew
+            bad = [k for i, k in zip(index, keys) if not np.isfinite(self.train.latents(np.array([i]))).all()]
         found = named("keys", keys) | named("latents_not_finite", bad)
         if not bad:
             seen = probed(self.denoiser, self.batch, self.text_of(self.batch.ids), self.schedule,

@@ -460,7 +460,8 @@ def build_index(parts: list[Part], workers: int, say) -> None:
             continue
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "writable.tmp").touch()
+            (folder / ".writable").touch()
+            (folder / ".writable").unlink(missing_ok=True)
         except OSError as error:
             raise InputError(
                 f"the index of the pictures was to lie in {folder}, which cannot be written ({error.strerror}): name "

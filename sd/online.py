@@ -490,7 +490,8 @@ def load_pictures(settings: dict, text_encoder: TextEncoder, place: Place, say) 
     latents = Latents(Encoder(vae, place.device, DTYPES[settings["dtype"]], pad_to=at_once), at_once)
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    workers = min(16, cores) if settings["workers"] is None else settings["workers"]
+    share = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # of this machine's processes
+    workers = min(16, share) if settings["workers"] is None else settings["workers"]
     pool = ThreadPoolExecutor(workers, "decode", lambda: cv2.setNumThreads(1)) if workers else None
     where, columns = settings["where"] and Where(settings["where"]), []
     if settings["balance"]:

@@ -1,4 +1,4 @@
-"""Parameter groups, learning rate, averages of the weights, and the optimizers."""
+"""Parameter groups, learning rate, averages of the weights, the choice of an optimizer, and AdamW in one pass."""
 
 import math
 from functools import partial

@@ -72,8 +72,8 @@ def beside(*parts: str) -> Html:
 
 
 def code(text: str) -> Html:
-    """A command line or a file, as it is."""
-    return Html(f"<pre>{escape(text)}</pre>")
+    """A command line, to be copied as it is; its lines end between words, never at a hyphen."""
+    return Html("<pre>" + " ".join(f"<span>{escape(word)}</span>" for word in text.split(" ")) + "</pre>")
 
 
 def figures(numbers: Mapping[str, object]) -> Html:
@@ -159,7 +159,7 @@ class _Axes:
             self.low, self.high = low / margin, high * margin
         else:
             margin = 0.05 * (high - low) or abs(high) * 0.05 or 1.0
-            self.low = 0.0 if 0 <= low < 0.35 * high else low - margin
+            self.low = 0.0 if 0 <= low <= 0.35 * high else low - margin
             self.high = high + margin
 
     def x(self, value: float) -> int:
@@ -429,10 +429,11 @@ p{margin:8px 0;max-width:75ch;overflow-wrap:anywhere}
 a{color:var(--link)}
 pre{margin:8px 0;padding:10px 12px;background:var(--panel);border:1px solid var(--rule);border-radius:6px;
 font:13px/1.5 ui-monospace,"DejaVu Sans Mono",monospace;white-space:pre-wrap;overflow-wrap:anywhere}
+pre span{display:inline-block;max-width:100%}
 details{margin:12px 0}
 summary{cursor:pointer;font-weight:600}
-.figures{display:flex;flex-wrap:wrap;gap:8px;margin:12px 0}
-.figures div{background:var(--panel);border:1px solid var(--rule);border-radius:6px;padding:8px 14px;flex:1 1 130px}
+.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(125px,1fr));gap:8px;margin:12px 0}
+.figures div{background:var(--panel);border:1px solid var(--rule);border-radius:6px;padding:8px 12px}
 .figures b{display:block;font-size:19px;line-height:1.3;font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
 .figures span{color:var(--pale);font-size:13px}
 .beside{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,370px),1fr));gap:20px 28px;margin:10px 0}

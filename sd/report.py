@@ -15,6 +15,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from sd.diagnosis.case import Case
+from sd.diagnosis.course import check_course
+from sd.diagnosis.findings import BROKEN, LOOK, NOT_JUDGED, WELL, as_rows
 from sd.files import atomic_write, sha256
 from sd.log import read_rows
 from sd.objective import BINS
@@ -39,7 +42,6 @@ WINDOWS = 80  # means of training losses that are drawn; each with the 95 % inte
 KNOWN = {"step", "images", "epoch", "loss", "lr", "grad_norm", "skipped", "images_per_s", "data_wait", "bins", "seen",
          "mfu"}  # fmt: skip
 GRIDS_BUDGET = 3_000_000  # bytes of a page's thumbnails of grids
-FINDINGS = ("doctor.jsonl", "doctor.json")  # what a check of the run's health found: rows, or a list of them
 
 
 @dataclass
@@ -78,13 +80,13 @@ def number(value: object) -> float | None:
     return value if good else None
 
 
-def _json(path: Path, kind: type = dict):
-    """A JSON file of that kind; an empty one where there is none that can be read."""
+def _json(path: Path) -> dict:
+    """A JSON object of a file; an empty one where there is none that can be read."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         content = json.loads(path.read_text("utf-8"))
-        if isinstance(content, kind):
+        if isinstance(content, dict):
             return content
-    return kind()
+    return {}
 
 
 def read_run(folder: Path) -> Run:
@@ -94,10 +96,8 @@ def read_run(folder: Path) -> Run:
         with contextlib.suppress(OSError):
             rows = read_rows(folder / f"{name}.jsonl")
             setattr(run, name, sorted(rows, key=lambda row: row["step"]))
-    for name in FINDINGS:
-        with contextlib.suppress(OSError):
-            rows = read_rows(folder / name) if name.endswith("l") else _json(folder / name, list)
-            run.findings += [row for row in rows if isinstance(row, dict)]
+    saved = _json(folder / "doctor.json").get("findings")
+    run.findings = [row for row in saved if isinstance(row, dict)] if isinstance(saved, list) else []
     for checkpoint in checkpoint_folders(folder):
         if state := _json(checkpoint / "state.json"):
             run.checkpoint, run.state, run.model = checkpoint, state, _json(checkpoint / "model.json")
@@ -248,7 +248,12 @@ def draw_curves(runs: Mapping[str, Run]) -> Html:
             chart[name].add(words, found, i, i, of, faint=bool(line))
             chart[name].add(f"{words}, mean of a window", line, i, i, of)
         for name in dict.fromkeys(k for row in run.log for k in row if k not in KNOWN):
-            more.setdefault(name, _Chart()).add(name, get(lambda r, name=name: r[name]), i, i, of)
+            more.setdefault(name, _Chart()).add(name.replace("_", " "), get(lambda r, name=name: r[name]), i, i, of)
+        for name in dict.fromkeys(
+            k for row in run.health for k in row if k not in KNOWN and number(row[k]) is not None
+        ):
+            found = [p for p in points(run.health, lambda r, name=name: r[name], x) if p[1] is not None]
+            more.setdefault(name, _Chart()).add(name.replace("_", " "), found, i, i, of)
         add_evaluations(more, run, x, i, of)
         words = f"{title}: resumed" if several else "resumed"
         marks += [(s["step"] * scale, words) for s in sessions_of(run) if number(s.get("step")) and s["step"] > 0]
@@ -264,7 +269,7 @@ def draw_curves(runs: Mapping[str, Run]) -> Html:
         "skipped": ("Steps skipped, per line of the log", False),
     }
     drawn = [chart[name].draw(x_name, title, log, marks) for name, (title, log) in titles.items()]
-    drawn += [c.draw(x_name, name, False, marks) for name, c in more.items()]
+    drawn += [c.draw(x_name, name.replace("_", " "), False, marks) for name, c in more.items()]
     if not any(drawn):
         return Html("<p>The log has no lines yet.</p>")
     note = Html("<p>Dotted: where the run was resumed.</p>") if marks else ""
@@ -272,13 +277,17 @@ def draw_curves(runs: Mapping[str, Run]) -> Html:
 
 
 def add_evaluations(more: dict[str, _Chart], run: Run, x: Callable, i: int, of: str):
-    """Numbers of evaluation.jsonl: a chart for each, with a curve for each combination of its rows' words."""
-    words_of = [tuple(f"{v}" for k, v in r.items() if isinstance(v, str)) for r in run.evaluation]
+    """Numbers of evaluation.jsonl: a chart for each measure, with a curve for each protocol and kind of weights, which
+    are not compared with one another."""
+    keys = [tuple(str(row[k]) for k in ("extractor", "weights", "protocol") if k in row) for row in run.evaluation]
     for name in dict.fromkeys(k for row in run.evaluation for k in row if k not in ("step", "images", "epoch")):
-        for colour, words in enumerate(dict.fromkeys(words_of)):
-            rows = [row for row, its in zip(run.evaluation, words_of) if its == words]
+        labels = set()
+        for colour, key in enumerate(dict.fromkeys(keys)):
+            rows = [row for row, its in zip(run.evaluation, keys) if its == key]
             found = [p for p in points(rows, lambda r, name=name: r[name], x) if p[1] is not None]
-            label = ", ".join(words) if 0 < len(", ".join(words)) < 60 else f"{name} {colour + 1}" if colour else name
+            label = ", ".join(key[:2]) or name
+            label = f"{label}, protocol {key[-1]}" if label in labels else label
+            labels.add(label)
             more.setdefault(f"Evaluation: {name}", _Chart()).add(label, found, colour % 10, i, of)
 
 
@@ -327,12 +336,43 @@ def key_numbers(run: Run) -> dict[str, object]:
     return numbers
 
 
-def draw_findings(run: Run) -> Html | str:
-    """What a check of the run's health found, if there was one."""
-    if not run.findings:
-        return ""
-    columns = list(dict.fromkeys(name for row in run.findings for name in row))
-    return table(columns, [[plain(row.get(name)) for name in columns] for row in run.findings])
+def findings_of(run: Run) -> list[dict]:
+    """The doctor's verdicts: those that can be had from the logs, judged now, and of other rules those of doctor.json,
+    if SD_Doctor.py --json wrote one into the folder. The gravest come first."""
+    case = Case(str(run.folder), run.folder, None, {}, run.settings, run.state, run.log, run.validation, run.health)
+    try:
+        found = as_rows(check_course(case))
+    except (LookupError, TypeError, ValueError, ArithmeticError):  # lines of another version, or damaged
+        found = []
+    judged = {row["rule"] for row in found}
+    found += [row for row in run.findings if row.get("rule") not in judged]
+    order = (BROKEN, LOOK, WELL, NOT_JUDGED)
+    return sorted(found, key=lambda row: order.index(row["verdict"]) if row.get("verdict") in order else 0)
+
+
+def draw_findings(run: Run) -> list[Html | str]:
+    """What the doctor says of the run: in the open what wants looking at, the rest folded."""
+    found = findings_of(run)
+    parts = []
+    quiet = [row for row in found if row.get("verdict") in (WELL, NOT_JUDGED)]
+    loud = [row for row in found if row not in quiet]
+    names = ("verdict", "section", "rule", "evidence", "advice")
+
+    def rows_of(rows: list[dict]) -> Html:
+        shown = [n for n in names if any(row.get(n) for row in rows)]
+        alarms = [f"{r['false_alarms']} of {r['healthy_runs']}" if "healthy_runs" in r else None for r in rows]
+        cells = [[plain(r.get(n)) for n in shown] + [a] for r, a in zip(rows, alarms)]
+        return table([*shown, "accuses healthy runs"], cells, sortable=False)
+
+    if loud:
+        parts.append(rows_of(loud))
+    elif quiet:
+        parts.append("Nothing in the logs wants looking at.")
+    if quiet:
+        parts.append(folded(f"{len(quiet)} rules found nothing, or had nothing to judge by", rows_of(quiet)))
+    if found:
+        parts.append("SD_Doctor.py also looks at the data and the weights, and with --deep at what the network does.")
+    return parts
 
 
 def plain(value: object) -> object:
@@ -346,8 +386,11 @@ def draw_blocks(run: Run) -> list[Html]:
     """Heat maps of whatever numbers by block the logs hold."""
     drawn = []
     for title, (steps, rows) in (blocks(run.log) | blocks(run.health)).items():
-        positive = all(v is None or v >= 0 for row in rows.values() for v in row)
-        drawn.append(heat(rows, steps, "step", title.replace("_", " "), log=positive))
+        values = [v for row in rows.values() for v in row if v is not None]
+        mostly = (
+            sum(v > 0 for v in values) > len(values) / 2
+        )  # a few zeros, as of the first step's gradients, stay empty
+        drawn.append(heat(rows, steps, "step", title.replace("_", " "), log=mostly and min(values) >= 0))
     return drawn
 
 
@@ -475,7 +518,7 @@ def report(folder: Path) -> str:
     name = folder.resolve().name
     parts = [model_words(run), figures({k: v for k, v in key_numbers(run).items() if v is not None})]
     for heading, drawn in (
-        ("Findings", [draw_findings(run)]),
+        ("Health", draw_findings(run)),
         ("Curves", [draw_curves({name: run})]),
         ("Samples, EMA weights", draw_grids(run)),
         ("By block", draw_blocks(run)),

@@ -7,6 +7,7 @@ tests/doctor/run.py breaks whole runs on purpose; here each rule meets the fault
 import hashlib
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from sd.checkpoints import Progress
 from sd.data import Batch
 from sd.diagnosis import course, data, network, painted, probing
 from sd.diagnosis.case import Case
-from sd.diagnosis.findings import BROKEN, LOOK, NOT_JUDGED, WELL, as_page, in_lines
+from sd.diagnosis.findings import BROKEN, HEALTHY_RUNS, LOOK, NOT_JUDGED, WELL, as_page, in_lines
 from sd.diagnosis.statistics import alternation, association, coverage, debiased, nearest, slope, standard_errors
 from sd.objective import Denoiser
 from sd.optim import clip_limit
@@ -180,6 +181,7 @@ def test_a_skipped_step_tells_what_was_in_it(world, tmp_path):
         argv = micro.flags(root, root / name, "--health_steps", n, "--batch", 6)
         assert micro.status_of(micro.start(argv, root / f"{name}.txt")) == 0, (root / f"{name}.txt").read_text()
     rows = [r for r in micro.rows(root / "on", "health.jsonl") if r.get("skipped_step")]
+    assert not (root / "off" / "health.jsonl").exists()
     assert rows and all(r["latents_not_finite"] == [keys[-1]] and keys[-1] in r["keys"] for r in rows)
     assert sum(r["skipped"] for r in micro.rows(root / "on")) == len(rows)
     assert micro.differences(root / "on", root / "off", settings=False) == []
@@ -228,7 +230,9 @@ def test_adaptive_clip_goes_on_from_what_was_saved():
     again = Progress.resumed(saved, 0)
     assert again.norms == progress.norms and again.usual_norm() == 1.5
     del saved["norms"]  # an older revision's
-    assert Progress.resumed(saved, 0).usual_norm() == saved["mean_norm"]
+    older = Progress.resumed(saved, 0)
+    older.advance(1000.0, math.inf, [0.0] * 20)
+    assert older.usual_norm() == saved["mean_norm"]
     saved["mean_norm"] = float("nan")
     assert Progress.resumed(saved, 0).usual_norm() == 0.0
     assert clip_limit({"clip": 1.0, "adaptive_clip": 3}, 0.0) == 1.0
@@ -322,6 +326,10 @@ def test_rules_on_latents():
     assert data.duplicates(latents).verdict == WELL
     twice = np.concatenate([latents, latents[:300]])
     assert data.duplicates(twice).verdict == BROKEN and data.duplicates(twice).numbers["value"] == pytest.approx(1 / 3)
+    assert data.alike(latents).verdict == data.alike(twice).verdict == WELL  # those are told by the other rule
+    rng = np.random.default_rng(0)
+    copies = latents[:1] + 0.02 * rng.standard_normal((580, 4, 8, 8)).astype(np.float32)
+    assert data.alike(np.concatenate([latents[:20], copies])).verdict == BROKEN
     assert data.leak(latents[100:], latents[:100], False).verdict == WELL
     assert data.leak(latents[50:], latents[:100], False).verdict == BROKEN
 
@@ -544,7 +552,7 @@ def test_a_healthy_course_is_not_accused():
 def doctor(source: Path, folder: Path, *more) -> dict[str, dict]:
     """The report by rule."""
     SD_Doctor.main([str(source), "--device", "cpu", "--json", str(folder / "report.json"), *map(str, more)])
-    return {r["rule"]: r for r in json.loads((folder / "report.json").read_text())["findings"]}
+    return {r["rule"]: r for r in json.loads((folder / "report.json").read_text())}
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -560,9 +568,9 @@ def test_the_doctor_changes_nothing_and_judges_a_run(world, tmp_path, capsys):
     assert report["tokenizer"]["verdict"] == report["latent scale"]["verdict"] == report["whole"]["verdict"] == WELL
     assert report["text"]["verdict"] == BROKEN  # captions of noise tell nothing
     text, page = capsys.readouterr().out, (tmp_path / "page.html").read_text()
-    for word in ("data: ", "checkpoint: well", "what to do: ", "accused 0 of 30 healthy runs"):
+    for word in ("data: ", "checkpoint: well", "what to do: ", f"accused 0 of {HEALTHY_RUNS} healthy runs"):
         assert word in text, word
-    assert page.startswith("<!doctype html>") and "http" not in page
+    assert page.startswith("<!DOCTYPE html>") and "http://" not in page
 
 
 def test_a_checkpoint_and_a_foreign_file_are_judged(world, tmp_path):
@@ -597,6 +605,23 @@ def test_clamping_is_seen_in_a_folder_of_the_diffusers_library(tmp_path):
         assert verdict_of(network.schedule(case), "clamp") == wanted
 
 
+def test_damaged_checkpoints_are_named(world, tmp_path):
+    """Of a run whose only one is damaged, and of a run that has a whole one before it."""
+    run = tmp_path / "run"
+    shutil.copytree(world / "watched", run)
+    newest = micro.checkpoints(run)[-1]
+    file = newest / "unet_ema.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 255
+    file.write_bytes(content)
+    report = doctor(run, tmp_path)
+    assert report["whole"]["verdict"] == BROKEN and "unet_ema.safetensors" in report["whole"]["evidence"]
+    assert report["model"]["verdict"] == NOT_JUDGED and report["latent scale"]["verdict"] == WELL
+    shutil.copytree(micro.checkpoints(world / "watched")[-1], run / "checkpoints" / "step_00000012")
+    report = doctor(run, tmp_path)
+    assert report["whole"]["verdict"] == BROKEN and report["weights finite"]["verdict"] == WELL
+
+
 @pytest.mark.parametrize(
     "words, mentions",
     [
@@ -619,4 +644,4 @@ def test_a_report_has_its_gravest_verdicts_first():
     found = [data.captions_empty(["a"] * 10), data.captions_empty([""] * 10)]
     text = in_lines("title", found)
     assert text.index("  broken") < text.index("  well") and "data: broken" in text
-    assert "<script" not in as_page("<script>", found)
+    assert "<h1>&lt;script&gt;</h1>" in as_page("<script>", found)

@@ -37,6 +37,7 @@ import micro
 import mutate
 from binding import rebind
 from conftest import make_pipeline
+from safetensors.torch import save_file
 from test_data_pipeline import load
 
 import encode_latents
@@ -46,6 +47,7 @@ import sd.log
 import sd.pictures
 import sd.shapes
 import sd.text
+import sd.weights.merge
 import sd.weights.read
 import SD_Convert
 import SD_ImageGen
@@ -155,6 +157,11 @@ def painted(work: Path):
         assert isinstance(settings["prompt"], str) and 0 <= settings["seed"] < 2**64
 
 
+def a_lora(work: Path):
+    model = sd.weights.read.open_model(str(work / "model"))
+    assert sd.weights.merge.with_loras(model, [str(work / "out")])[1][0][0].changes
+
+
 def anything(work: Path):
     pass
 
@@ -256,6 +263,10 @@ PROGRAMS = [
     Program("convert_folder", SD_Convert.main, "model", "model out.safetensors --format ldm", converted),
     Program("convert_file", SD_Convert.main, "model.safetensors",
             "model.safetensors out --format diffusers", converted),
+    Program("paint_lora", SD_ImageGen.main, "lora.safetensors adapter", "--model model --lora lora.safetensors:0.5 "
+            f"--lora adapter --prompt circle {PAINT}", painted, "model"),
+    Program("convert_lora", SD_Convert.main, "adapter lora.safetensors",
+            "adapter out --lora lora.safetensors --format native --base model", a_lora, "model"),
     Program("plot", SD_Run.main, "run", "--plot run", anything),
     Program("lineage", SD_Run.main, "run", "--lineage run", anything),
 ]  # fmt: skip
@@ -315,6 +326,21 @@ def make_texts(root: Path, names: list[str]) -> None:
         pq.write_table(table, root / f"meta/{n:05d}.parquet")
 
 
+def make_loras(root: Path):
+    """lora.safetensors of kohya's names, and PEFT's folder `adapter`, for two layers of the folder `model`."""
+    layers = [f"down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_{x}" for x in "qk"]
+    parts = {"down": torch.randn(2, 16), "up": torch.randn(16, 2)}
+    kohya = {f"lora_unet_{n.replace('.', '_')}.lora_{k}.weight": t * 0.1 for n in layers for k, t in parts.items()}
+    kohya |= {f"lora_unet_{n.replace('.', '_')}.alpha": torch.tensor(1.0) for n in layers}
+    save_file(kohya, root / "lora.safetensors", {"ss_v2": "False", "ss_base_model_version": "sd_v1"})
+    ends = {"lora_A": parts["down"], "lora_B": parts["up"]}
+    (root / "adapter").mkdir()
+    save_file({f"base_model.model.{n}.{end}.weight": t * 0.1 for n in layers for end, t in ends.items()},
+              root / "adapter/adapter_model.safetensors")  # fmt: skip
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "alpha_pattern": {"to_k": 1}, "use_rslora": True}
+    write(root / "adapter/adapter_config.json", json.dumps(settings))
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, small_tokenizer) -> Path:
     """Valid inputs of every program, each made by the program whose output it is."""
@@ -343,6 +369,7 @@ def world(tmp_path_factory, small_tokenizer) -> Path:
     ran(SD_ImageGen.main, f"--model model.safetensors --prompt circle {PAINT}")
     shutil.move(root / "out/00000.png", root / "painted.png")
     shutil.rmtree(root / "out")
+    make_loras(root)
     write(root / "init.png", sd.pictures.encode_png(sd.shapes.sample(0, 1, 64)[0]))
     return root
 

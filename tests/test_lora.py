@@ -647,7 +647,7 @@ def test_memory_and_checkpoints_are_planned_for_the_adapter_alone(data, base, tm
     found = sd.plan.memory_estimate(settings, denoiser, None, CPU)
     sd.lora.settle_base(denoiser, settings)
     assert found["weights"] == sum(p.numel() * p.element_size() for p in denoiser.parameters())
-    assert (found["Adam"], found["EMA"], found["gradients"]) == (8 * trained, 4 * trained, 4 * trained)
+    assert (found["optimizer"], found["EMA"], found["gradients"]) == (8 * trained, 4 * trained, 4 * trained)
     assert found["peak"] > found["weights"] + 12 * trained + found["activations"]
     text = train(data, tmp_path / "run", "--lora", 4, "--dry_run", "--save_steps", 12)
     planned = float(text.split(" checkpoints of ")[1].split()[0])

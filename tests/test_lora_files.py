@@ -446,6 +446,11 @@ def test_peft_folders_whose_base_is_another_are_refused(base, tmp_path):
         (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "lora_alpha": 2} | values))
         with pytest.raises(InputError, match=words):
             read_lora(str(tmp_path), base)
+    for values in ({"lora_alpha": "8"}, {"lora_alpha": float("nan")}, {"alpha_pattern": ["to_q"]},
+                   {"alpha_pattern": {"(": 2}}, {"alpha_pattern": {"to_q": [1]}}):  # fmt: skip
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"} | values))
+        with pytest.raises(InputError, match="alpha(_pattern)? wants"):
+            read_lora(str(tmp_path), base)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4}))
     assert next(iter(read_lora(str(tmp_path), base).changes.values())).scale == 2  # PEFT's alpha where none is named: 8
 
@@ -497,6 +502,40 @@ def test_what_does_not_fit_is_refused(base, tmp_path, kind):
     with pytest.raises(InputError, match=words) as e:
         read_lora(str(tmp_path / "a.safetensors"), base)
     assert "\n" not in str(e.value)
+
+
+def test_tensors_of_any_shape_fit_or_are_refused_in_a_sentence(base, model, tmp_path):
+    """Each tensor of each kind in other shapes: no error of torch's gets out, and what is read can be added."""
+    name = "unet.input_blocks.1.0.in_layers.2"  # [32, 32, 3, 3]
+    kinds = [
+        {"lora_down.weight": rand(4, 32, 3, 3), "lora_up.weight": rand(32, 4, 1, 1), "dora_scale": rand(32, 1, 1, 1)},
+        {"lora_down.weight": rand(4, 32, 1, 1), "lora_up.weight": rand(32, 4, 1, 1),
+         "lora_mid.weight": rand(4, 4, 3, 3)},
+        {"hada_w1_a": rand(32, 4), "hada_w1_b": rand(4, 288), "hada_w2_a": rand(32, 4), "hada_w2_b": rand(4, 288)},
+        {"lokr_w1": rand(4, 4), "lokr_w2_a": rand(8, 2), "lokr_w2_b": rand(2, 72)},
+        {"lokr_w1_a": rand(4, 2), "lokr_w1_b": rand(2, 4), "lokr_w2_a": rand(2, 8), "lokr_w2_b": rand(2, 8),
+         "lokr_t2": rand(2, 2, 3, 3)},
+    ]  # fmt: skip
+    weight, read = weights_of(model)[name], 0
+    for tensors in kinds:
+        for key, tensor in [("", torch.zeros(0)), *tensors.items()]:
+            shapes = (
+                [(), (1,), (0, 5), (3, 7), tensor.shape[::-1], (*tensor.shape, 1), (0, *tensor.shape[1:])]
+                if key
+                else [()]
+            )
+            for shape in shapes:
+                spoiled = tensors | ({key: rand(*shape)} if key else {})
+                save_file({f"{kohya_name(base, name)}.{k}": t for k, t in spoiled.items()}, tmp_path / "a.safetensors")
+                try:
+                    lora = read_lora(str(tmp_path / "a.safetensors"), base)
+                except InputError as e:
+                    assert key and "\n" not in str(e)
+                    continue
+                read += 1
+                assert delta(lora.changes[name], weight).shape == weight.shape
+                assert delta(lora.changes[name], weight).isfinite().all()
+    assert read >= len(kinds)
 
 
 @pytest.mark.parametrize("metadata, words", [

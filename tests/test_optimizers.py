@@ -5,8 +5,10 @@ pytest tests/test_optimizers.py
 """
 
 import copy
+import io
 import math
 import os
+import pickle
 import shutil
 import sys
 from pathlib import Path
@@ -40,6 +42,7 @@ from sd.optimizers import SGD, Adafactor, Lion, MuonAdamW, Prodigy, ScheduleFree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CPU = torch.device("cpu")
+BF16 = "--weights_dtype", "bf16", "--dtype", "bf16"
 needs_triton = pytest.mark.skipif(sd.kernels.triton is None, reason="Triton is not installed")
 
 
@@ -399,6 +402,7 @@ def test_eight_bits_of_zeros_and_of_a_wide_range():
     p.grad = torch.zeros_like(p)
     optimizer.step()
     assert torch.equal(p, before * (1 - LR * DECAY))
+    assert not optimizer.state[p]["exp_avg_sq"].any() and not optimizer.state[p]["exp_avg_sq_max"].any()
     p.grad[0, 0], p.grad[0, 1:256] = 1.0, 1e-4  # squares 1e-8 of the largest, which 8 bits have nothing for
     optimizer.step()
     p.grad.zero_()
@@ -641,6 +645,9 @@ def test_updates_with_and_without_kernels(name, weights, large_blocks):
                 else:
                     p.grad = g.to(p.dtype)
             update(1e-2, 1.0, 0.5)
+            if name == "schedulefree" and step == 0:  # the first average is the first z, and no EMA moves it
+                pairs = zip(net.parameters(), ema.parameters())
+                assert all(torch.equal(e, update.optimizer.state[p]["z"]) for p, e in pairs if p.requires_grad)
         half = [p for p in sd.fused.multiplied(net) if p.requires_grad] if kernels else []
         assert_copies(half)
         assert len(half) > 5 or not kernels
@@ -649,11 +656,44 @@ def test_updates_with_and_without_kernels(name, weights, large_blocks):
         assert ((a - b).abs() > 1e-5).float().mean() < 0.01 and (a - b).abs().max() < 0.05
 
 
+@needs_triton
+@pytest.mark.parametrize("name", ["sgd", "adamw8bit"])
+def test_processes_that_share_gradients_make_one_step(name, large_blocks):
+    """Two with half a batch each end where one with all of it does, with the same bits in both; weights in bf16, whose
+    rounding is the same in both, too."""
+    settings = settings_of("--optimizer", name, *(BF16 if name == "adamw8bit" else ()))
+    x = torch.randn(8, 80, generator=torch.Generator().manual_seed(0))
+
+    def run(part, world):
+        torch.manual_seed(0)
+        net = sd.objective.Denoiser(nn.Linear(80, 80), None)
+        start = net.unet.weight.detach().clone()
+        ema, made = copy.deepcopy(net), settings | {"kernels": True}
+        update = sd.step.Update(sd.optim.make_optimizer(net, made), net, ema, made, world)
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=settings["dtype"] == "bf16"):
+                loss = net.unet(part).float().square().sum()
+            loss.backward()
+            if world > 1:
+                update.shared.finish()
+            norm = update(0.01, 1.0, 0.5)
+            sd.optim.forget_gradients(net.parameters())
+        return norm, start, [p.detach() for p in net.parameters()]
+
+    alone = run(x, 1)
+    ranks = micro.fork_ranks(lambda r: pickle.dumps(run(x[4 * r : 4 * r + 4], 2)))
+    file = io.BytesIO(ranks)
+    one, two = pickle.load(file), pickle.load(file)
+    assert all(torch.equal(a, b) for a, b in zip(one[2], two[2]))
+    assert one[0] == pytest.approx(alone[0].item(), rel=0.02)
+    moved = (alone[2][0].float() - alone[1]).norm()
+    assert (one[2][0].float() - alone[2][0].float()).norm() < 0.15 * moved and moved > 0
+
+
 # ----------------------------------------------------------------------------------------------------------------
 # Through SD_Train
 # ----------------------------------------------------------------------------------------------------------------
 
-BF16 = "--weights_dtype", "bf16", "--dtype", "bf16"
 RUNS = {
     "adamw": ("--no_ema",),
     "adamw_bf16": BF16,

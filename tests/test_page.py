@@ -25,10 +25,11 @@ from binding import rebind
 import sd.page
 import sd.report
 import SD_Run
+from sd.diagnosis.findings import HEALTHY_RUNS, LOOK, Finding, as_rows
 from sd.errors import InputError
 from sd.output import save_png
 from sd.page import beside, curves, document, escape, heat, pictures, section, short, slider, table, thin, ticks
-from sd.report import blocks, key_numbers, means, read_run, report
+from sd.report import Run, blocks, draw_blocks, key_numbers, means, read_run, report
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
@@ -111,6 +112,8 @@ def test_curves_are_where_their_values_are():
     band = Page(curves({"a": [(0, 1.0), (1, 3.0)]}, "x", "y", bands={"a": [(0, 0.0, 4.0), (1, 2.0, 4.0)]}))
     assert band.all("path", "band")[0]["d"] == "M0 48L1000 48L1000 524L0 1000Z"
     assert "No numbers yet" in curves({"a": [(0, None), (1, float("inf"))]}, "step", "Loss")
+    flat = Page(curves({"a": [(0, 0), (1, 0)]}, "x", "y"))
+    assert flat.all("path", "line")[0]["d"] == "M0 1000L1000 1000"  # on the ground
     two = Page(curves({"a": [(0, 1)], "b": [(0, 2)]}, "x", "y", look={"b": (0, True)}))
     styles = [(p["style"], "dashed" in p["class"]) for p in two.all("path", "line") if "data-i" in p]
     assert styles == [("stroke:var(--c0)", False), ("stroke:var(--c0)", True)]
@@ -143,7 +146,7 @@ def test_text_is_text_wherever_it_comes():
         sd.page.code(bad),
         sd.page.figures({bad: bad}),
         beside(bad),
-        curves({bad: [(0, 1)]}, bad, bad, marks=[(0, bad)]),
+        curves({bad: [(0, 1)], "b": [(0, 2)]}, bad, bad, marks=[(0, bad)]),
         heat({bad: [1.0]}, [0], bad, bad),
         table([bad], [[bad]]),
         pictures([(bad, noise(8)), (bad, bad)]),
@@ -166,14 +169,14 @@ def test_tables_align_numbers_and_say_none():
 
 
 def test_pictures_keep_to_their_budget(tmp_path):
-    noise(900).save(tmp_path / "a.png")
-    frames = [(f"step {i}", tmp_path / "a.png") for i in range(5)]
+    noise(900).save(tmp_path / "a.bmp")
+    frames = [(f"step {i}", tmp_path / "a.bmp") for i in range(5)]
     page = slider(frames, budget=50_000)
     images = Page(page).all("img")
     assert sum(len(i["src"]) for i in images) <= 52_000 and ["hidden" in i for i in images] == [True] * 4 + [False]
     assert all(i["width"] == "800" for i in images)  # shown as large as the others of a slider, whatever was given up
     assert image_of(images[0]["src"]).size[0] < 400
-    noise(900, 1).save(tmp_path / "a.png")  # written anew: the old thumbnail is not shown
+    noise(900, 1).save(tmp_path / "a.bmp")  # written anew, with as many bytes: the old thumbnail is not shown
     assert Page(slider(frames, budget=50_000)).all("img")[0]["src"] != images[0]["src"]
     wide = Page(pictures([("a", Image.new("RGB", (400, 100)))], thumb=40)).all("img")[0]
     assert (wide["width"], wide["height"]) == ("40", "10") == tuple(map(str, image_of(wide["src"]).size))
@@ -314,6 +317,9 @@ def test_whatever_numbers_by_block_there_are_become_maps():
         "health grad": ([7], {"a": [0], "b": [1], "c": [2]}),
         "health weight": ([7], {"a": [0], "b": [2], "c": [4]}),
     }
+    zeros = [{"step": i, "share": {"a": 0.0}, "norm": {"a": float(i), "b": 1.0}} for i in range(3)]
+    share, norm = (Page(drawn).data[0]["cells"] for drawn in draw_blocks(Run(Path("x"), health=zeros)))
+    assert share == [[0, 0, 0]] and norm == [[None, 1, 2], [1, 1, 1]]  # no logarithm of what is zero everywhere
     assert blocks([{"step": 0, "word": {"a": "x"}, "flag": {"a": True}}]) == {}
 
 
@@ -340,8 +346,11 @@ def long_run(tmp_path_factory, run_folder) -> Path:
                 file.write(json.dumps(row) + "\n")
     with open(out / "evaluation.jsonl", "w") as file:
         for i in range(20):
-            file.write(json.dumps(dict(step=5000 * i + 5000, protocol="FD of pixels", fd=90.0 - i)) + "\n")
-    (out / "doctor.jsonl").write_text(json.dumps(dict(step=41_000, finding="waiting <for> data", certain=True)) + "\n")
+            for weights in ("ema", "live"):
+                row = dict(step=5000 * i + 5000, weights=weights, extractor="pixels", fd=90.0 - i, checkpoint=f"c{i}")
+                file.write(json.dumps(row | dict(protocol="ab12", result=f"r{i}")) + "\n")
+    found = Finding("data", "latents", LOOK, "a <mean> of 3", "encode again")
+    (out / "doctor.json").write_text(json.dumps({"source": "run", "findings": as_rows([found])}))
     shutil.rmtree(out / "samples"), (out / "samples").mkdir()
     grids = [np.asarray(noise(24, seed).resize((520, 280), Image.Resampling.BICUBIC)) for seed in range(3)]
     for i, picture in enumerate(grids):
@@ -365,8 +374,11 @@ def test_a_long_run_has_a_small_page_in_seconds(long_run, capsys):
     assert len(page.all("img")) == 100 + 2  # grids, maps
     charts = {s[0]: s for d in page.data if "series" in d for s in d["series"]}
     assert max(charts["gradient norm"][3]) == 41.5  # the spike of one line in 10,000
-    assert all(len(s[2]) < 700 for s in charts.values()) and charts["FD of pixels"][3][-1] == 71
-    assert "tokens_per_s" in charts and "waiting <for> data" in page.text and "yes" in page.text.split()
+    assert all(len(s[2]) < 700 for s in charts.values()) and charts["pixels, ema"][3][-1] == 71
+    assert "tokens per s" in charts and len(charts["pixels, live"][2]) == 20
+    words = " ".join(page.text.split())
+    assert f"{LOOK} data latents a <mean> of 3 encode again 0 of {HEALTHY_RUNS}" in words
+    assert "oscillation" in words.partition("rules found nothing, or had nothing to judge by")[2]
     numbers = key_numbers(read_run(long_run))
     assert numbers["lowest held-out loss"] == pytest.approx(0.1455) and numbers["its step"] == 100_000
     seconds = 25_000 * 256 / numbers["images/s"]

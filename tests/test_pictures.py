@@ -775,6 +775,18 @@ def test_where_balance_regularise_and_images(root, tmp_path):
         sd.data.seen_hash(p, names[i]) for p, i in enumerate(shown)) % 2**64  # fmt: skip
 
 
+def test_one_picture_is_enough_and_a_run_in_windows_is_exact(root, tmp_path):
+    text = train(root, tmp_path / "one", write_folder(tmp_path / "cat", 1), "--max_steps", 2, "--val_steps", 1)
+    assert "1 training and 0 held-out pictures" in text and "validation is on training pictures alone" in text
+    assert {row["split"] for row in micro.rows(tmp_path / "one", "validation.jsonl")} == {"train"}
+    train(root, tmp_path / "run", root / "tars/images", "--max_steps", 8, "--window", 1, "--val_fraction", 0)
+    index, total = index_of(root / "tars/images")[0], 0
+    order = SampleOrder([24], None, 1, (index.table["part"].to_numpy(), 1))
+    for position, i in enumerate(order.at(np.arange(32))):
+        total += sd.data.seen_hash(position, keys(index)[i])
+    assert micro.rows(tmp_path / "run")[-1]["seen"] == f"{total % 2**64:016x}"
+
+
 def test_a_run_does_not_go_on_with_other_pictures_or_another_vae(root, tmp_path):
     folder = write_folder(tmp_path / "cat", 8)
     train(root, tmp_path / "run", folder, "--max_steps", 6, "--stop_at", 3)

@@ -63,6 +63,8 @@ class Case:
                 raise InputError("no data set is known: name one with --dataset and --latents")
             if self.settings.get("pictures") and self.settings.get("dataset") is None:
                 raise InputError(f"the run encoded its pictures ({self.settings['pictures']}) while it trained")
+            if self.settings.get("pictures"):
+                raise InputError("this run encodes its pictures while it trains: give --dataset and --latents")
             sources = parse_sources(self.settings)
             stores = [LatentStore(s.latents, False) for s in sources]
             train = Split(sources, stores, "train", self.settings.get("latent_fraction", 1.0))
@@ -75,8 +77,9 @@ class Case:
     @cached_property
     def manifests(self) -> list[dict]:
         """Of the latents of each source."""
-        sources = self._try("data", lambda: parse_sources(self.settings)) if "data_root" in self.settings else None
-        files = [s.latents / "manifest.json" for s in sources or []]
+        if self.splits is None:
+            return []
+        files = [s.latents / "manifest.json" for s in parse_sources(self.settings)]
         return [read_json(file) for file in files if file.is_file()]
 
     def latents(self, split: int, count: int = LOOKED_AT) -> tuple[np.ndarray, np.ndarray] | None:
@@ -166,7 +169,7 @@ def open_case(source: str, changes: dict) -> Case:
             raise InputError(f"{source} was to be a run or a model, and holds neither a log nor a checkpoint")
     if given := {k: v for k, v in changes.items() if v is not None}:
         base = {"data_root": "data", "dataset": None, "latents": None, "data": ""}
-        case.settings = base | case.settings | given
+        case.settings = base | case.settings | {"pictures": None} | given
     return case
 
 

@@ -8,7 +8,7 @@ import torch
 
 from sd.diagnosis.case import Case
 from sd.diagnosis.findings import BROKEN, LOOK, NOT_JUDGED, WELL, Finding, graded
-from sd.diagnosis.statistics import association
+from sd.diagnosis.statistics import association, nearest
 from sd.errors import InputError
 from sd.text import tokenize
 from SD_Model import count_parameters, weights_hash
@@ -21,7 +21,7 @@ def check_data(case: Case, deep: bool) -> list[Finding]:
         return [Finding("data", "data", NOT_JUDGED, case.missing["data"])]
     train, held_out = case.splits
     index, latents = case.latents(0)
-    found = [latent_scale(latents), latents_finite(case, index, latents), duplicates(latents)]
+    found = [latent_scale(latents), latents_finite(case, index, latents), duplicates(latents), alike(latents)]
     held = case.latents(1)
     if held is not None:
         found.append(leak(latents, held[1], len(train) > len(latents)))
@@ -65,6 +65,19 @@ def duplicates(latents: np.ndarray) -> Finding:
     return graded("data", "duplicates", share, 0.05, 0.3, f"{share:.1%} of {len(latents):,} training pictures are "
                   f"there already, to the bit (one {max(counts.values())} times)",
                   "remove them (02_filter.py drops duplicates): what comes often is learned by heart")  # fmt: skip
+
+
+def alike(latents: np.ndarray) -> Finding:
+    """Pictures that are nearly another's, by the distance of latents; of those that are the same to the bit, one."""
+    finite = latents[np.isfinite(latents).all(axis=(1, 2, 3))]
+    x = np.unique(finite.reshape(len(finite), -1), axis=0).astype(np.float64)
+    if len(x) < 16:
+        return Finding("data", "near duplicates", NOT_JUDGED, f"{len(x)} different pictures are fewer than 16")
+    near = nearest(x, x, itself=False) < 0.05 * x.std()
+    share = float(near.mean())
+    return graded("data", "near duplicates", share, 0.3, 0.6, f"{share:.1%} of {len(x):,} training pictures lie within "
+                  "5 % of the latents' standard deviation of another", "remove them: with hardly different pictures "
+                  "there is one to learn")  # fmt: skip
 
 
 def leak(latents: np.ndarray, held: np.ndarray, sampled: bool) -> Finding:

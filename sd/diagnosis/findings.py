@@ -1,8 +1,9 @@
 """What a rule found, and how all of it is told: in lines, as JSON, as a page."""
 
-import html
 import math
 from typing import NamedTuple
+
+from sd.page import document, section, table
 
 SECTIONS = (
     "data", "schedule", "network", "gradients", "learning rate", "loss", "conditioning", "sampling", "diversity",
@@ -55,9 +56,9 @@ def worst(findings: list[Finding]) -> str:
 def in_lines(title: str, findings: list[Finding]) -> str:
     """The report for a terminal: section after section, the gravest verdict first."""
     order, lines = (BROKEN, LOOK, WELL, NOT_JUDGED), [title, ""]
-    for section in SECTIONS:
-        own = sorted((f for f in findings if f.section == section), key=lambda f: order.index(f.verdict))
-        lines.append(f"{section}: {worst(own)}")
+    for name in SECTIONS:
+        own = sorted((f for f in findings if f.section == name), key=lambda f: order.index(f.verdict))
+        lines.append(f"{name}: {worst(own)}")
         for f in own:
             lines.append(f"  {f.verdict:10} {f.rule}: {f.evidence}")
             if f.verdict in (BROKEN, LOOK):
@@ -74,21 +75,12 @@ def as_rows(findings: list[Finding]) -> list[dict]:
 
 def as_page(title: str, findings: list[Finding]) -> str:
     """The report as one HTML page that asks for nothing outside."""
-    colours = {BROKEN: "#b3261e", LOOK: "#9a6700", WELL: "#1a7f37", NOT_JUDGED: "#6e7781"}
-    parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
-        f"<title>{html.escape(title)}</title><style>body{{font:16px/1.5 system-ui,sans-serif;max-width:60em;"
-        "margin:2em auto;padding:0 1em}td{padding:.3em .8em .3em 0;vertical-align:top}</style>",
-        f"<h1>{html.escape(title)}</h1>",
-    ]
-    for section in SECTIONS:
-        own = [f for f in findings if f.section == section]
-        parts.append(f"<h2>{section}: {worst(own)}</h2><table>")
-        for f in own:
-            advice = f"<br><b>What to do:</b> {html.escape(f.advice)} ({f.false_alarms})" if f.advice else ""
-            parts.append(
-                f"<tr><td style='color:{colours[f.verdict]};white-space:nowrap'>{f.verdict}<td>{html.escape(f.rule)}"
-                f"<td>{html.escape(f.evidence)}{advice}"
-            )
-        parts.append("</table>")
-    return "\n".join(parts) + "</html>\n"
+    columns = ("verdict", "rule", "what was measured", "what to do", "healthy runs accused")
+    parts = []
+    for name in SECTIONS:
+        own = [f for f in findings if f.section == name]
+        rows = [
+            (f.verdict, f.rule, f.evidence, f.advice, f"{FALSE_ALARMS.get(f.rule, 0)} of {HEALTHY_RUNS}") for f in own
+        ]
+        parts.append(section(f"{name}: {worst(own)}", table(columns, rows)))
+    return document(title, parts)

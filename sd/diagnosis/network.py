@@ -25,11 +25,11 @@ def check_model(case: Case, deep: bool) -> list[Finding]:
 
 
 def checkpoint(case: Case) -> list[Finding]:
-    if not case.checkpoint:
-        return []
     if case.damaged:
         words = "; ".join(f"{name}: {why}" for name, why in list(case.damaged.items())[:3])
         return [Finding("checkpoint", "whole", BROKEN, words, "go on from a whole one: --resume takes the newest")]
+    if case.checkpoint is None:
+        return []
     return [Finding("checkpoint", "whole", WELL, f"{case.checkpoint.name} is as its manifest says")]
 
 

@@ -9,7 +9,7 @@ from sd.diagnosis.statistics import coverage, nearest
 from sd.errors import InputError, short
 from sd.painting import encode_pairs, fast, make_sampler, sample_latents
 
-PAINTED, FEWER = 24, 4
+PAINTED, FEWER = 16, 4
 
 PROMPTS = ("a photo of a dog", "a red car in a street", "a bowl of fruit", "a portrait of a woman", "a house by the "
            "sea",

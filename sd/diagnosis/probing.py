@@ -180,8 +180,8 @@ def text(case: Case, trial: Trial) -> list[Finding]:
     better = standard_errors((empty - zeros).tolist())
     share = float((empty - zeros).mean())
     words = f"zeros in place of the empty caption change the loss by {-share:+.2%}, {-better:+.1f} standard errors"
-    if better > 4 and share > 0.01:
-        found.append(Finding("conditioning", "null condition", BROKEN if share > 0.03 else LOOK, words, "zeros seem to "
+    if better > 4 and share > 0.002:
+        found.append(Finding("conditioning", "null condition", BROKEN if share > 0.02 else LOOK, words, "zeros seem to "
                              "have been the null condition in training, and guidance takes the empty caption's "
                              "encoding: train with that"))  # fmt: skip
     else:

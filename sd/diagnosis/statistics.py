@@ -69,9 +69,12 @@ def association(x: np.ndarray, y: np.ndarray, rounds: int = 100, seed: int = 0) 
     return float((((x.T @ y) ** 2).sum() - null.mean()) / max(null.std(), 1e-12))
 
 
-def nearest(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Distance of each row of a [N, D] to its nearest row of b [M, D], root mean square over D."""
+def nearest(a: np.ndarray, b: np.ndarray, itself: bool = True) -> np.ndarray:
+    """Distance of each row of a [N, D] to its nearest row of b [M, D], root mean square over D. itself: False where b
+    is a, and a row is no neighbour of itself."""
     square = (a**2).sum(axis=1)[:, None] + (b**2).sum(axis=1)[None] - 2 * a @ b.T
+    if not itself:
+        np.fill_diagonal(square, np.inf)
     return np.sqrt(square.min(axis=1).clip(0) / a.shape[1])
 
 

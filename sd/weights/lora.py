@@ -112,17 +112,22 @@ def delta(change: Change, weight: torch.Tensor) -> torch.Tensor:
     """
     weight = weight.float()
     added = product(change, weight) * change.scale
-    lengths = change.tensors.get("dora_scale")
-    if lengths is None:
+    if "dora_scale" not in change.tensors:
         return added
-    axis = 1 if lengths.shape[0] == 1 and len(weight) > 1 else 0
-    if lengths.numel() != weight.shape[axis] or lengths.shape[axis : axis + 1] != weight.shape[axis : axis + 1]:
-        raise ValueError(f"dora_scale {tuple(lengths.shape)} found, one number a row or column wanted")
-    shape = [-1 if k == axis else 1 for k in range(weight.dim())]
-    moved = weight + added
+    axis, moved = dora_axis(change, weight), weight + added
     others = [k for k in range(weight.dim()) if k != axis]
     norms = torch.linalg.vector_norm(moved, dim=others, keepdim=True)
-    return moved * (lengths.float().reshape(shape) / norms.clamp_min(torch.finfo(torch.float32).tiny)) - weight
+    lengths = change.tensors["dora_scale"].float().reshape(norms.shape)
+    return moved * (lengths / norms.clamp_min(torch.finfo(torch.float32).tiny)) - weight
+
+
+def dora_axis(change: Change, weight: torch.Tensor) -> int:
+    """0 where dora_scale has a number a row, 1 where it has one a column. ValueError if it is not of this weight."""
+    lengths = change.tensors["dora_scale"]
+    axis = 1 if lengths.shape[0] == 1 and len(weight) > 1 else 0
+    if lengths.shape[axis : axis + 1] != weight.shape[axis : axis + 1] or lengths.numel() != weight.shape[axis]:
+        raise ValueError(f"dora_scale {tuple(lengths.shape)} found, one number a row or column wanted")
+    return axis
 
 
 def plain(change: Change) -> Adapter:
@@ -334,7 +339,7 @@ def adapter_config(file: Path, metadata: dict) -> dict:
     else:
         try:
             values = json.loads(metadata.get("lora_adapter_metadata", "{}"))
-        except ValueError:
+        except (ValueError, RecursionError):
             values = None
         if not isinstance(values, dict):
             raise InputError(f"{file} wants a JSON object as its lora_adapter_metadata, found something else")
@@ -360,10 +365,14 @@ def change_of(module: str, parts: dict[str, torch.Tensor], config: dict, base: B
     if "magnitude" in parts:  # PEFT's is of rows: [out], of a convolution [1, out, 1, 1]
         parts["dora_scale"] = parts.pop("magnitude").reshape(-1, *[1] * (len(shape) - 1))
     change = Change(parts, None if alpha is None else float(alpha))
+    if change.rank == 0:
+        raise ValueError("its rank is 0")
     if alpha is None and "up" in parts:
         change = change._replace(alpha=peft_alpha(module, change.rank, config, base))
-    on_meta = Change({name: t.to("meta") for name, t in parts.items()}, change.alpha)
-    delta(on_meta, torch.empty(shape, device="meta"))
+    weight = torch.empty(shape, device="meta")
+    product(Change({name: t.to("meta") for name, t in parts.items()}), weight)
+    if "dora_scale" in parts:
+        dora_axis(change, weight)
     return change
 
 
@@ -374,13 +383,17 @@ def peft_alpha(module: str, rank: int, config: dict, base: Base) -> float | None
     def told(key: str):
         return config.get(f"{part}.{key}", config.get(key))
 
-    alpha = told("lora_alpha")
-    for pattern, value in (told("alpha_pattern") or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", name):
-            alpha = value
-            break
+    alpha, patterns = told("lora_alpha"), told("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise ValueError(f"alpha_pattern wants numbers by name, found {patterns!r}")
+    try:
+        alpha = next((v for pattern, v in patterns.items() if re.fullmatch(rf"(.*\.)?({pattern})", name)), alpha)
+    except re.error as e:
+        raise ValueError(f"alpha_pattern wants regular expressions ({e})") from None
     if alpha is None:
         return None
+    if type(alpha) not in (int, float) or not math.isfinite(alpha):
+        raise ValueError(f"lora_alpha wants a number, found {alpha!r}")
     return float(alpha) * (rank**0.5 if told("use_rslora") else 1.0)
 
 

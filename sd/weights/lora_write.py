@@ -74,9 +74,11 @@ def in_shape(change: Change, name: str, base: Base) -> Change:
     return Change({"down": down.reshape(-1, *shape[1:]), "up": up.reshape(*up.shape[:2], *ones)}, alpha)
 
 
-def cast_error(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> float:
-    """How far a cast moves a number at most."""
-    return max((t.float() - after[name].float()).abs().max().item() for name, t in before.items())
+def cast_remark(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[str]:
+    """How far a cast moves a number at most, in words; nothing if it moves none."""
+    error = max((t.float() - after[name].float()).abs().max().item() for name, t in before.items())
+    dtype = next(iter(after.values())).dtype
+    return [f"the cast to {dtype} moves a number by at most {error:.1e}"] if error else []
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -109,7 +111,7 @@ def save_kohya(out: Path, lora: Lora, base: Base, dtype: torch.dtype, more: dict
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(out) as tmp:
         save_tensors(written, tmp, metadata)
-    remarks = [f"the cast to {dtype} moves a number by at most {cast_error(tensors, written):.1e}"]
+    remarks = cast_remark(tensors, written)
     if kept.get("ss_output_name", out.stem) != out.stem:
         remarks.append(f"A1111 knows it by its ss_output_name, which is {kept['ss_output_name']} and was kept")
     return remarks
@@ -217,7 +219,7 @@ def save_diffusers_lora(out: Path, lora: Lora, base: Base, dtype: torch.dtype) -
     metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(settings, sort_keys=True)}
     with new_folder(out) as tmp:
         save_tensors(written, tmp / NAMES[0], metadata)
-    return [f"the cast to {dtype} moves a number by at most {cast_error(tensors, written):.1e}"]
+    return cast_remark(tensors, written)
 
 
 def save_native_lora(out: Path, lora: Lora, base: Base) -> list[str]:

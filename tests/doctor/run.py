@@ -134,7 +134,7 @@ def no_end():
 
 def slow_data():
     real = sd.data.make_batch
-    rebind(sd.data, "make_batch", lambda *args: time.sleep(0.15) or real(*args))
+    rebind(sd.data, "make_batch", lambda *args: time.sleep(0.6) or real(*args))
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -198,7 +198,9 @@ def clamping(run: Path) -> Path:
     """A folder of the diffusers library, whose scheduler says that latents are clamped. Its network is a random one."""
     tokenizer = SD_Model.TextEncoder.from_pretrained(str(run.parent.parent / "text_encoder")).tokenizer
     out = run.with_name(f"{run.name}_diffusers")
-    make_pipeline(tokenizer, scheduler={"clip_sample": True}).save_pretrained(out)
+    make_pipeline(tokenizer).save_pretrained(out)
+    path = out / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"clip_sample": True}))
     return out
 
 
@@ -219,8 +221,8 @@ BROKEN = {
     "held-out pictures trained on": (["held-out pictures"], dict(source="leaked"), None, None, []),
     "overtrained": (["overtraining"], dict(source="few", max_steps=480), None, None, []),
     "learned by heart": (["learned by heart"], dict(source="four", max_steps=400), None, None, []),
-    "one picture for all": (["pictures differ"], dict(source="one"), None, None, []),
-    "zeros as the null condition": (["null condition"], dict(drop=0.2), zeros_for_null, None, []),
+    "one picture for all": (["near duplicates", "pictures differ"], dict(source="one"), None, None, []),
+    "zeros as the null condition": (["null condition"], dict(drop=0.3, max_steps=500), zeros_for_null, None, []),
     "no caption dropout": (["caption dropout"], dict(drop=0), None, None, []),
     "all captions dropped": (["caption dropout", "text"], dict(drop=1), None, None, []),
     "said to predict noise, predicts v": (["prediction"], dict(prediction="v"), None, told(prediction="epsilon"), []),
@@ -241,7 +243,7 @@ BROKEN = {
                                    weights("input_blocks.0.0.weight", lambda t: t * 3e5), []),
     "guidance that burns": (["contrast"], None, None, None, ["--cfg", "40"]),
     "a sampler with too few steps": (["steps"], None, None, None, ["--steps", "2"]),
-    "training waits for data": (["data wait"], dict(max_steps=60), slow_data, None, []),
+    "training waits for data": (["data wait"], dict(max_steps=32, log_steps=2), slow_data, None, []),
     "a damaged checkpoint": (["whole"], None, None, damaged, []),
 }  # fmt: skip
 
@@ -296,7 +298,7 @@ def all_in_forks(jobs: dict, workers: int, root: Path) -> set[str]:
 
 def accused(path: Path, verdict: str | None = None) -> dict[str, str]:
     """Rules of a report that accuse (with this verdict), and their evidence."""
-    rows = json.loads(path.read_text())["findings"]
+    rows = json.loads(path.read_text())
     wanted = [verdict] if verdict else ["broken", "look here"]
     return {r["rule"]: r["evidence"] for r in rows if r["verdict"] in wanted}
 

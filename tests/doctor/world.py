@@ -106,9 +106,9 @@ class World:
     def flags(self, out: Path, source: str = "shapes", **more) -> list[str]:
         """A command line of SD_Train.py; None leaves a flag out, True gives it alone."""
         settings = dict(
-            phase="demo", model="mini", size=SIZE, data=source, data_root=self.data, out=out, max_steps=200, batch=16,
+            phase="demo", model="mini", size=SIZE, data=source, data_root=self.data, out=out, max_steps=160, batch=16,
             text_encoder=self.root / "text_encoder", lr=4e-3, warmup=10, ema=0.95, beta2=0.99, save_steps=10000,
-            log_steps=5, val_steps=40, val_images=64, sample_steps=0, health_steps=20, wandb="disabled", device="cpu",
+            log_steps=5, val_steps=40, val_images=48, sample_steps=0, health_steps=20, wandb="disabled", device="cpu",
             seed=1, zero_init="original",
         ) | more  # fmt: skip
         words = []
