@@ -56,7 +56,7 @@ doctor_table: $(VENV)/installed_dev  ## break 35 small runs on purpose and count
 test_slurm: $(VENV)/installed_dev  ## train through slurm/*.sbatch on a Slurm of its own: 3 minutes, needs root
 	$(PY) tests/slurm/run.py
 
-test_hosts: $(VENV)/installed_dev  ## train over two network namespaces and cut the link: 3 minutes, needs root
+test_hosts: $(VENV)/installed_dev  ## train over two network namespaces and cut the link: 3 to 5 minutes, needs root
 	$(PY) tests/hosts/run.py
 
 lint: $(VENV)/installed_dev  ## check style alone
