@@ -96,7 +96,7 @@ def test_training_s_grids_name_their_prompts(tmp_path, monkeypatch):
     net = torch.nn.Linear(1, 1)
     net.config = type("Config", (), {"factor": 8, "latent_channels": 4})
     ema = type("Ema", (), {"unet": net, "text_encoder": None})
-    settings = {"dtype": "fp32", "size": 64, "sample_cfg": 3.0}
+    settings = {"dtype": "fp32", "weights_dtype": "fp32", "size": 64, "sample_cfg": 3.0}
     sd.painting.sample_grid(tmp_path / "g.png", ema, None, net, NoiseSchedule(), prompts, settings, torch.device("cpu"))
     with Image.open(tmp_path / "g.png") as picture:
         assert np.array_equal(np.array(picture), grid(pictures, 4, labels=prompts))

@@ -393,7 +393,7 @@ def test_clip_in_int8(tmp_path, small_tokenizer):
     (("--format", "ldm", "--dtype", "int8"), "--dtype int8 is of this project's own folder"),
     (("--format", "diffusers", "--dtype", "int8"), "--dtype int8 is of this project's own folder"),
     (("--format", "ldm", "--decoder_only"), "--decoder_only is of this project's own folder"),
-    ((), "--format wants ldm, diffusers or native"),
+    ((), "--format wants ldm, diffusers, native"),
 ])  # fmt: skip
 def test_int8_is_for_our_own_folder(trained, tmp_path, flags, words):
     with pytest.raises(InputError, match=words):
