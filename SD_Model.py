@@ -592,7 +592,10 @@ class TextEncoder(nn.Module):
     def from_pretrained(cls, name: str = "openai/clip-vit-large-patch14") -> "TextEncoder":
         """Load model and tokenizer from a hub name or a local folder; InputError if it cannot."""
         from transformers import AutoConfig, AutoModel, AutoTokenizer, CLIPTextModel
+        from transformers.utils import logging
 
+        loud = logging.get_verbosity()
+        logging.set_verbosity_error()  # no table of weights that are not there: it is judged below
         try:
             is_clip = AutoConfig.from_pretrained(name).model_type in ("clip", "clip_text_model")
             loader = CLIPTextModel if is_clip else AutoModel
@@ -604,6 +607,8 @@ class TextEncoder(nn.Module):
                 f"a text encoder was wanted at {name!r}, a local folder or a hub name, and could not be loaded "
                 f"({reason}); give a folder with --text_encoder, or run once with a network"
             ) from None
+        finally:
+            logging.set_verbosity(loud)
         missing = [k for k in info["missing_keys"] if not k.endswith("position_ids")]
         headless = any(k.startswith("pooler.") for k in missing)  # as without_head leaves it
         missing = [k for k in missing if not k.startswith("pooler.")]
