@@ -142,7 +142,7 @@ def write_page(out: Path, plan: dict, todo: list[Trial], failed: dict[str, str])
     newest = [(r.trial, sorted((out / r.trial.name / "samples").glob("*.png"))[-1:]) for r in results]
     grids = [(f"{trial.label}, seed {trial.seed}", Image.open(grid)) for trial, found in newest for grid in found]
     if grids:
-        parts.append(page.section("The last grid of each", page.pictures(grids)))
+        parts.append(page.section("The last grid of each", page.pictures(grids, thumb=480)))
     if failed:
         parts.append(page.section("Not finished", page.table(["training", "why"], [list(x) for x in failed.items()])))
     words = [[t.name, shlex.join(["python", "SD_Train.py", *t.words])] for t in todo]
