@@ -3,7 +3,6 @@
 import csv
 import io
 import itertools
-import json
 import re
 import statistics
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import NamedTuple
 
 from sd.errors import InputError
 from sd.files import read_json
+from sd.log import read_rows
 
 FIELDS = {"name": str, "about": str, "base": list, "grid": dict, "seeds": list, "measure": list, "figures": dict,
           "split": str, "weights": str, "skip": list}  # of a plan  # fmt: skip
@@ -102,17 +102,6 @@ def trials(plan: dict) -> list[Trial]:
             raise InputError(f"two choices of the plan have the name {name}: give their values other names")
         found.append(Trial(name, choice, seed, [*words, "--seed", str(seed)]))
     return found
-
-
-def read_rows(path: Path) -> list[dict]:
-    """The lines of a .jsonl that are whole."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:  # the last one of a run that is being written
-            continue
-    return rows
 
 
 def curve(out: Path, split: str, weights: str) -> list[tuple[int, float]]:
