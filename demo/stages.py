@@ -20,13 +20,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 class Stage(NamedTuple):
     """name; lines: of words, run by this Python; seconds: what it is expected to take, for the dry run; beside: it
-    runs in the background, while the stages behind it run, up to the first one that `waits` for it."""
+    runs in the background, while the stages behind it run; after: names of such stages that must have ended before
+    this one begins."""
 
     name: str
     lines: list[list[str]]
     seconds: float = 0.0
     beside: bool = False
-    waits: bool = False
+    after: tuple[str, ...] = ()
 
 
 class Stages:
@@ -51,19 +52,20 @@ class Stages:
         return {s.name: self.done[s.name]["seconds"] for s in stages}
 
     def _run_all(self, todo: list[Stage]):
-        beside = None
+        beside: dict[str, threading.Thread] = {}
         for i, stage in enumerate(todo, 1):
-            if stage.waits and beside:
-                self._join(beside)
-                beside = None
+            before = [beside[name] for name in stage.after if name in beside]
+            if not stage.beside:
+                for thread in before:
+                    self._join(thread)
             print(f"\n=== {i} of {len(todo)}: {stage.name}{' (in the background)' if stage.beside else ''} " + "=" * 40,
                   flush=True)  # fmt: skip
             if stage.beside:
-                beside = self._start(stage, beside)
+                beside[stage.name] = self._start(stage, before)
             else:
                 self._run(stage, None)
-        if beside:
-            self._join(beside)
+        for thread in beside.values():
+            self._join(thread)
 
     def _check(self, stages: list[Stage]):
         for s in stages:
@@ -73,15 +75,15 @@ class Stages:
                     "that folder, or give another --out"
                 )
 
-    def _start(self, stage: Stage, before: threading.Thread | None) -> threading.Thread:
-        """A thread that runs the stage, after the one before it."""
+    def _start(self, stage: Stage, before: list[threading.Thread]) -> threading.Thread:
+        """A thread that runs the stage, after those before it."""
         output = self.file.with_name(f"{stage.name.replace(' ', '_')}.txt")
 
         def work():
-            if before:
-                before.join()
-                if before.failure:
-                    thread.failure = before.failure
+            for other in before:
+                other.join()
+                if other.failure:
+                    thread.failure = other.failure
                     return
             try:
                 self._run(stage, output)
@@ -135,15 +137,13 @@ class Stages:
 
 def describe(stages: list[Stage], say=print):
     """The dry run: each stage's command lines and expected minutes, and those of all."""
-    clock = background = 0.0
+    clock, ends = 0.0, {}
     for stage in stages:
-        if stage.beside:
-            background = max(background, clock) + stage.seconds
-            begin, end = background - stage.seconds, background
-        else:
-            begin = max(clock, background) if stage.waits else clock
-            end = clock = begin + stage.seconds
+        begin = max([clock, *(ends[name] for name in stage.after)])
+        end = ends[stage.name] = begin + stage.seconds
+        if not stage.beside:
+            clock = end
         say(f"\n{begin / 60:5.1f} to {end / 60:4.1f} min  {stage.name}{' (in the background)' if stage.beside else ''}")
         for line in stage.lines:
             say(f"    python {shlex.join(line)}")
-    say(f"\n{max(clock, background) / 60:.0f} minutes in all, estimated")
+    say(f"\n{max(ends.values(), default=0.0) / 60:.0f} minutes in all, estimated")

@@ -63,9 +63,9 @@ def test_each_stage_is_run_once_and_in_order(root):
     assert calls(root) == [*wanted, "begin d", "end d"]
 
 
-def test_a_stage_in_the_background_runs_beside_the_next_ones_up_to_the_one_that_waits(root):
-    made = [work("drawing", 0.6, beside=True), work("encoding", 0.1, beside=True), work("training", 0.1),
-            work("more", 0.1), work("large", waits=True)]  # fmt: skip
+def test_a_stage_in_the_background_runs_beside_the_next_ones_up_to_the_one_after_it(root):
+    made = [work("drawing", 0.6, beside=True), work("encoding", 0.1, beside=True, after=("drawing",)),
+            work("training", 0.1), work("more", 0.1), work("large", after=("encoding",))]  # fmt: skip
     Stages(root / "stages.json").run(made)
     seen = calls(root)
     assert seen.index("end training") < seen.index("end drawing") and seen.index("end more") < seen.index("end drawing")
@@ -85,7 +85,7 @@ def test_a_stage_that_fails_is_run_again_and_those_before_are_not(root):
 
 def test_a_failure_in_the_background_is_told_where_it_is_waited_for(root):
     (root / "drawing.fails").write_text("")
-    made = [work("drawing", beside=True), work("training", 0.1), work("large", waits=True)]
+    made = [work("drawing", beside=True), work("training", 0.1), work("large", after=("drawing",))]
     with pytest.raises(
         SystemExit, match="stage 'drawing' ended with status 3; mend it and run again; see .*drawing.txt"
     ):
@@ -188,7 +188,11 @@ def test_what_one_stage_writes_another_reads(monkeypatch, capsys):
     assert [Path(folder).parent.name for folder in images] == ["drawings", "drawings"] and images[0] != images[1]
     order = [stage.name for stage in made]
     assert order.index("encode at 256 px") < order.index("small: train at 128 px")
-    assert [stage.name for stage in made if stage.waits] == ["small: train at 256 px"]
+    after = {stage.name: set(stage.after) for stage in made}
+    assert after["small: train at 128 px"] == {"words", "encode at 128 px"}
+    assert after["small: train at 256 px"] == {"words", "encode at 256 px"}
+    assert all(order.index(name) < order.index(stage.name) for stage in made for name in stage.after)
+    assert order.index("train the autoencoder") < order.index("encode at 128 px") < order.index("encode at 256 px")
 
 
 def test_two_networks_share_what_is_made_once(monkeypatch, capsys):
@@ -197,7 +201,7 @@ def test_two_networks_share_what_is_made_once(monkeypatch, capsys):
         for more in ((), ("--run", "full", "--model", "sd15", "--unet", "context_dim=384", "--batch", "128,64"))
     )
     assert {name for name in small if small[name] == full.get(name)} == {
-        "packages", "text encoder", "draw at 128 px", "words", "draw a part at 256 px", "train the autoencoder",
+        "packages", "text encoder", "draw at 128 px", "words", "draw a part", "train the autoencoder",
         "draw at 256 px", "encode at 128 px", "encode at 256 px", "prompts"
     }  # fmt: skip
 
