@@ -89,11 +89,11 @@ def stages(args, cores: int) -> list[Stage]:
                                     source / "latents"]], 25, after=("draw at 128 px",)),
         Stage("encode at 256 px", [[*encode, "--size", 256, "--images", large / "images", "--out",
                                     source / "latents_256"]], 60, beside=True, after=("draw at 256 px",)),
+        Stage("prompts", [[*evaluate, "--write_prompts", prompts]], 5, beside=True, after=("draw at 256 px",)),
         train(0),
         train(1, "--init_from", run_folder / "128"),
-        Stage("prompts", [[*evaluate, "--write_prompts", prompts]], 5),
         Stage(f"{args.run}: paint", [["SD_ImageGen.py", "--model", run_folder / "256", "--prompts_file", prompts,
-                                      *SAMPLING, "--out", painted]], 60),
+                                      *SAMPLING, "--out", painted]], 60, after=("prompts",)),
     ]  # fmt: skip
     if args.measure:
         line = [*evaluate, "--prompts", prompts, "--images", painted, "--out", run_folder / "measured", "--features",
