@@ -22,7 +22,7 @@ from sd.networks import unet_config
 from sd.objective import Denoiser
 from sd.optim import clip_limit, forget_gradients, make_optimizer
 from sd.painting import decode_latents, guided, make_sampler
-from sd.plan import count_flops, passes, unet_flops
+from sd.plan import count_flops, memory_estimate, passes, unet_flops
 from sd.setup import memory_format
 from sd.shards import ShardWriter
 from sd.step import MicroSteps, Update, peak_memory, wrap
@@ -196,6 +196,7 @@ def train_benchmark(
     warm-up, parts in the device's time; forward, backward and sharing are told apart afterwards. trace: a file for the
     first rank's trace."""
     device, rank, world, _ = place
+    estimate = memory_estimate(settings, denoiser, None, device)["peak"]  # before weights change their dtype
     timed = TimedSteps(settings, denoiser, schedule, place, loader, text_of, shapes)
     clock, started = timed.clock, time.perf_counter()
     timed.step()
@@ -229,6 +230,7 @@ def train_benchmark(
             **{f"{name}_ms": None if value is None else round(value, 2) for name, value in parts.items()},
             "first_step_s": round(first_step, 2), "gradients_by": shared and type(shared.way).__name__,
             **benchmark_facts(device, rate / world * passes(settings) * flops), "peak_GiB": peak_gib,
+            "estimated_peak_GiB": round(estimate / 2**30, 2), "trained": sum(p.numel() for p in denoiser.trained()),
         }))  # fmt: skip
     if world > 1:
         del timed  # as at the end of training: DDP goes before the group
