@@ -131,6 +131,7 @@ DEFAULTS = dict(
     where=None, balance=None, val_fraction=None, window=0, images=None,
     crop_scale=None, crop_aspect=None, flip=False, jitter=0.0, workers=None, picture_memory=4.0,
     cache=None, cache_gib=50.0,
+    masks=False, mask_floor=0.0,
     health_steps=200,
 )  # fmt: skip
 # What a phase changes of them. These phases go on from a model that is there.
@@ -217,6 +218,9 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--crop_aspect", metavar="LOW,HIGH", help="of its width to its height, as in 0.9,1.1 (default: 1)")
     g.add_argument("--flip", help="mirror half of the showings", **on)
     g.add_argument("--jitter", type=float, help="change brightness, contrast and saturation by up to this share")
+    g.add_argument("--masks", help="the loss counts where x.mask.png beside x.png is white, and not where it is black; "
+                   "pictures without one count everywhere", **on)  # fmt: skip
+    g.add_argument("--mask_floor", type=float, metavar="X", help="weight of what is black in masks, from 0 to 1")
     g.add_argument("--window", type=int, help="tars that are shuffled together, for disks that want to read in one "
                    "place; 0: all")  # fmt: skip
     g.add_argument("--index", metavar="DIR", help="folder of the index (default: .index beside tars and pictures)")

@@ -39,6 +39,7 @@ from sd.index import (
     read_index,
     read_picture,
 )
+from sd.masks import MASK, loss_weights, mask_of, read_mask
 from sd.networks import unet_config
 from sd.pictures import Reject, cut, decode_image, scaled
 from sd.setup import Data
@@ -51,7 +52,7 @@ from SD_Model import PRESETS, TextEncoder, weights_hash
 
 ONLINE_FLAGS = (  # what decides how pictures are read and cut: of no use with cached latents
     "captions", "caption", "caption_encoding", "where", "balance", "val_fraction", "crop_scale", "crop_aspect", "flip",
-    "jitter", "window", "regularise", "index", "strict", "cache",
+    "jitter", "window", "regularise", "index", "strict", "cache", "masks",
 )  # fmt: skip
 
 MAX_GROUPS = 10_000  # values that --balance evens out
@@ -84,17 +85,24 @@ class Cut(NamedTuple):
     def __call__(self, image: np.ndarray, draws: np.ndarray | None) -> np.ndarray:
         """uint8 [H, W, 3] -> [size, size, 3]. draws: eight numbers in [0, 1), each with one meaning, whatever else is
         off; None: the middle, as it is."""
-        square = (self.size, self.size)
-        if draws is None:
-            return np.ascontiguousarray(cut(image, square))
-        if self.scale or self.aspect:
-            top, left, high, wide = self.part(*image.shape[:2], draws)
-            image = scaled(image[top : top + high, left : left + wide], square)
-        else:
-            image = cut(image, square)
-        if self.jitter:
+        image = self._square(image, draws)
+        if draws is not None and self.jitter:
             image = jittered(image, *(1 + self.jitter * (2 * draws[5:8] - 1)))
-        if self.flip and draws[4] < 0.5:
+        return self._mirrored(image, draws)
+
+    def mask(self, mask: np.ndarray, draws: np.ndarray | None) -> np.ndarray:
+        """The same of a picture's mask, uint8 [H, W] -> [size, size], whose grey levels stay as they are."""
+        return self._mirrored(self._square(mask, draws), draws)
+
+    def _square(self, image: np.ndarray, draws: np.ndarray | None) -> np.ndarray:
+        square = (self.size, self.size)
+        if draws is None or not (self.scale or self.aspect):
+            return cut(image, square)
+        top, left, high, wide = self.part(*image.shape[:2], draws)
+        return scaled(image[top : top + high, left : left + wide], square)
+
+    def _mirrored(self, image: np.ndarray, draws: np.ndarray | None) -> np.ndarray:
+        if draws is not None and self.flip and draws[4] < 0.5:
             image = image[:, ::-1]
         return np.ascontiguousarray(image)
 
@@ -163,6 +171,10 @@ def check_settings(settings: dict, given: set[str]):
     for name in ("picture_memory", "cache_gib"):
         if not 0 <= settings[name] < math.inf:
             raise InputError(f"--{name} wants a number of GiB from 0 up, found {settings[name]}")
+    if not 0 <= settings["mask_floor"] <= 1:
+        raise InputError(f"--mask_floor wants a number from 0 to 1, found {settings['mask_floor']}")
+    if "mask_floor" in given and not settings["masks"]:
+        raise InputError("--mask_floor is of --masks: give that flag too, or drop it")
     if settings["latent_fraction"] != 1:
         raise InputError("--latent_fraction is of latents on disk: drop it, or choose among --pictures with --where")
     if settings["workers"] is not None:
@@ -187,10 +199,10 @@ class Kept:
         """room: in bytes."""
         self.room, self._arrays, self._lock = room, {}, threading.Lock()
 
-    def get(self, key: int) -> np.ndarray | None:
+    def get(self, key) -> np.ndarray | None:
         return self._arrays.get(key)
 
-    def put(self, key: int, array: np.ndarray):
+    def put(self, key, array: np.ndarray):
         with self._lock:
             if key not in self._arrays and array.nbytes <= self.room:
                 self._arrays[key] = array
@@ -244,6 +256,10 @@ class Pictures:
             firsts = self._texts.take(pa.array(self.first[:-1]))
         self.captions = pa.chunked_array([firsts], large)
         self.part, self.offset, self.bytes = (table[name].to_numpy() for name in ("part", "offset", "bytes"))
+        self.mask = self.mask_bytes = None  # where each picture's mask lies; -1 where it has none
+        if "mask" in table.column_names:
+            self.mask, self.mask_bytes = (pc.fill_null(table[n], -1).to_numpy() for n in ("mask", "mask_bytes"))
+            self._floor = settings["mask_floor"]
         self.sizes, self.parts, self.tokenizer, self.say = sizes, parts, tokenizer, say
         self.shapes, self.shape = [shape], np.zeros(len(table), np.int8)
         self.length = tokenize(tokenizer, [""]).shape[1]
@@ -277,8 +293,12 @@ class Pictures:
         if self.first is not None:
             told.update(self.first)
         files.update(np.ascontiguousarray(self.bytes))
+        if self.mask is not None:
+            files.update(np.ascontiguousarray(self.mask_bytes))
         for i in np.unique(np.linspace(0, len(self) - 1, min(sampled, len(self))).astype(int)):
             files.update(self._read(int(i)))
+            if self._masked(i):
+                files.update(self._read_mask(int(i)))
         return told.hexdigest(), files.hexdigest()
 
     def _key(self, i: int) -> str:
@@ -287,26 +307,50 @@ class Pictures:
     def _read(self, i: int) -> bytes:
         return read_picture(self.parts[self.part[i]], self._key(i), int(self.offset[i]), int(self.bytes[i]))
 
-    def _one(self, i: int, position: int | None) -> tuple[int, np.ndarray]:
-        """The picture that is shown at a position where picture i is due: its number, and its square uint8 [size, size,
-        3] or its latent fp16 [z, h, w], if that is kept. The next picture of its source stands in for a damaged one."""
+    def _masked(self, i: int) -> bool:
+        return self.mask is not None and self.mask[i] >= 0
+
+    def _read_mask(self, i: int) -> bytes:
+        part, name = self.parts[self.part[i]], mask_of(self._key(i))
+        return read_picture(part, name, int(self.mask[i]), int(self.mask_bytes[i]))
+
+    def _grey(self, i: int, shape: tuple[int, int]) -> np.ndarray:
+        """A picture's mask, uint8 [H, W] as the picture's shape."""
+        try:
+            return read_mask(self._read_mask(i), shape)
+        except Reject as reject:
+            raise Reject(f"its mask: {reject.reason}") from None
+
+    def _one(self, i: int, position: int | None) -> tuple[int, np.ndarray, np.ndarray | None]:
+        """The picture that is shown at a position where picture i is due: its number; its square uint8 [size, size, 3]
+        or its latent fp16 [z, h, w], if that is kept; and its mask's weights fp32 [h, w], if it has a mask. The next
+        picture of its source stands in for one that is damaged, or whose mask is."""
         source = int(np.searchsorted(self._ends, i, side="right"))
         first, size = int(self._ends[source]) - self.sizes[source], self.sizes[source]
         random = self._cut.random and position is not None
         draws = generator(self._seed, STREAM_PICTURE, position).random(8) if random else None
         for k in range(size):
             which = first + (i - first + k) % size
-            kept = self._kept.get(which)
-            if kept is not None and not self._cut.random:
-                return which, kept
+            kept, mask, masked = self._kept.get(which), self._kept.get(("mask", which)), self._masked(which)
+            if kept is not None and not self._cut.random and (mask is not None or not masked):
+                return which, kept, mask
             try:
-                image = decode_image(self._read(which)) if kept is None else kept
+                decoded = kept is not None and self._cut.random
+                image = kept if decoded else decode_image(self._read(which))
+                if masked and (mask is None or not self._cut.random):
+                    mask = self._grey(which, image.shape[:2])
             except Reject as reject:
                 self._tell(which, reject.reason)
                 continue
             if self._cut.random:
                 self._kept.put(which, image)
-            return which, self._cut(image, draws)
+                if masked:
+                    self._kept.put(("mask", which), mask)
+            if masked:
+                mask = loss_weights(self._cut.mask(mask, draws), self.shapes[0][1:], self._floor)
+                if not self._cut.random:
+                    self._kept.put(("mask", which), mask)
+            return which, self._cut(image, draws), mask
         raise InputError(f"none of the {size:,} pictures beside {self._key(i)} can be decoded: give others")
 
     def _tell(self, i: int, reason: str):
@@ -319,27 +363,38 @@ class Pictures:
         if new:
             self.say(f"\nwarning: {self._key(i)} cannot be decoded ({reason}): the next picture stands in for it")
 
-    def _encoded(self, shown: list[tuple[int, np.ndarray]]) -> np.ndarray:
+    def _encoded(self, shown: list[tuple[int, np.ndarray, np.ndarray | None]]) -> np.ndarray:
         """Stored latents fp32 [B, z, h, w] of what _one gives."""
-        squares = {i: x for i, x in enumerate(x for _, x in shown) if x.dtype == np.uint8}
+        squares = {i: x for i, (_, x, _) in enumerate(shown) if x.dtype == np.uint8}
         found = self._latents(list(squares.values()), [self._key(shown[i][0]) for i in squares])
         made = dict(zip(squares, found))
         if not self._cut.random:
             for i, latent in made.items():
                 self._kept.put(shown[i][0], latent.copy())
-        return np.stack([made.get(i, x) for i, (_, x) in enumerate(shown)]).astype(np.float32)
+        return np.stack([made.get(i, x) for i, (_, x, _) in enumerate(shown)]).astype(np.float32)
+
+    def _weights(self, shown: list[tuple[int, np.ndarray, np.ndarray | None]]) -> np.ndarray | None:
+        """Weights fp32 [B, h, w] of what _one gives, 1 where there is no mask; None where no masks are wanted."""
+        if self.mask is None:
+            return None
+        whole = np.ones(self.shapes[0][1:], np.float32)
+        return np.stack([whole if mask is None else mask for *_, mask in shown])
 
     def latents(self, index: np.ndarray, mirrored: int = 0) -> np.ndarray:
         """Latents fp32 [B, z, h, w] of the pictures' middle, as it is: what validation sees."""
         return self._encoded([self._one(int(i), None) for i in index])
 
-    def shown(self, index: np.ndarray, mirrored, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def weights(self, index: np.ndarray) -> np.ndarray | None:
+        """As Split.weights, of the pictures' middle."""
+        return self._weights([self._one(int(i), None) for i in index]) if self.mask is not None else None
+
+    def shown(self, index: np.ndarray, mirrored, positions: np.ndarray):
         """As Split.shown: cut, mirrored and coloured as the positions have it."""
         shown = []
         for i, position in zip(index.tolist(), positions.tolist()):
             coming = self._coming.pop(position, None)
             shown.append(coming.result() if coming else self._one(i, position))
-        return np.array([which for which, _ in shown], np.int64), self._encoded(shown)
+        return np.array([which for which, *_ in shown], np.int64), self._encoded(shown), self._weights(shown)
 
     def ahead(self, positions: Iterable[np.ndarray], order: SampleOrder | BucketOrder) -> Iterator[np.ndarray]:
         """The same micro-batches of positions; the pictures of those that follow are decoded meanwhile."""
@@ -425,13 +480,13 @@ def indexed(pictures: str, settings: dict, columns: list[str], where, workers: i
     """The parts that --pictures or --regularise names, and what is in them that `where`, a Where or None, is true of;
     says, and with --strict refuses, what is left out."""
     captions = Captions(settings["caption"], settings["captions"] and Path(settings["captions"]),
-                        settings["caption_encoding"])  # fmt: skip
+                        settings["caption_encoding"], settings.get("masks", False))  # fmt: skip
     left_out = Counter()
     limit = settings["cache_gib"] * 2**30
     cache = (Path(settings["cache"]).absolute(), limit) if settings["cache"] else None
     parts = find_parts(pictures, captions, settings["index"] and Path(settings["index"]), left_out, cache)
     build_index(parts, workers, say)
-    index = read_index(parts, columns, where)
+    index = read_index(parts, columns, where, settings.get("masks", False))
     left_out.update(index.rejects)
     first = f"; the first: {index.rejected[0][0]} ({index.rejected[0][1]})" if index.rejected else ""
     say(f"pictures: {index.pictures:,} in {pictures}; left out: {counted(left_out)}{first}")
@@ -521,6 +576,12 @@ def load_pictures(settings: dict, text_encoder: TextEncoder, place: Place, say) 
         train = pa.concat_tables([train.select(more.column_names), more])
         sizes, parts = [*sizes, len(more)], parts + others
     say(f"{len(train):,} training and {len(val):,} held-out pictures")
+    if settings["masks"]:
+        masked = sum(len(rows) - rows["mask"].null_count for rows in (train, val))
+        if not masked:
+            raise InputError(f"--masks wants files such as x{MASK} beside x.png, and no picture of "
+                             f"{settings['pictures']} has one: make them, or drop the flag")  # fmt: skip
+        say(f"masks: {masked:,} of {len(train) + len(val):,} pictures have one; the others count everywhere")
     if not len(val) and settings["val_steps"]:
         say("note: no held-out pictures; validation is on training pictures alone")
 

@@ -150,13 +150,13 @@ class MicroSteps:
         if graphs_run(settings, shapes):
             self.graphed = GraphedBackward(self._plain, update.parameters, settings["accumulate"], update.shared)
 
-    def _plain(self, latents, noise, t, ids, last: bool) -> torch.Tensor:
+    def _plain(self, *tensors: torch.Tensor, last: bool) -> torch.Tensor:
         text_of, schedule, settings = self.parts
         if self.shared:
             self.shared.last = last
         with averaging(self.model, last):
-            batch = Batch(latents, noise, t, ids)
-            losses = backward(self.net, batch, text_of(ids), schedule, settings, self.share)
+            batch = Batch.of(tensors)
+            losses = backward(self.net, batch, text_of(batch.ids), schedule, settings, self.share)
         if self.shared and last:
             self.shared.finish()
         return losses
@@ -164,18 +164,18 @@ class MicroSteps:
     def __call__(self, batch: Batch, first: bool, last: bool) -> torch.Tensor:
         """Weighted losses [B] of one micro-batch; the first, the last of its step?"""
         if not self.compiled:
-            compile_ahead(lambda: self._plain(*batch[:4], last=False))
+            compile_ahead(lambda: self._plain(*batch.tensors, last=False))
             forget_gradients(self.parameters)
             self.compiled = True
         if self.graphed:
             try:
-                return self.graphed(*batch[:4], first=first, last=last)
+                return self.graphed(*batch.tensors, first=first, last=last)
             except NotRecorded as e:  # a text encoder that waits for the device, say
                 self.say(f"note: going on without CUDA graphs ({str(e).splitlines()[0]})")
                 self.without_graphs()
                 if self.shared:
                     self.shared.reset()
-        return self._plain(*batch[:4], last=last)
+        return self._plain(*batch.tensors, last=last)
 
     def without_graphs(self):
         """Give up the recorded passes, their gradients and their memory."""

@@ -507,7 +507,7 @@ def test_another_picture_stands_in_for_a_damaged_one_with_its_own_caption(root, 
     index, *_ = index_of(folder)
     parts, said = find_parts(str(folder), Captions(), None, Counter()), []
     split = pictures_of(root, (index, parts), say=said.append)
-    which, latents = split.shown(np.array([1, 2, 5, 2]), 0, np.arange(4))
+    which, latents, _ = split.shown(np.array([1, 2, 5, 2]), 0, np.arange(4))
     assert which.tolist() == [1, 3, 5, 3] and (latents[1] == latents[3]).all()
     assert len(said) == 1 and "cat/p02.jpg cannot be decoded (corrupt)" in said[0]
     with pytest.raises(InputError, match="p02.jpg cannot be decoded"):
