@@ -52,7 +52,7 @@ from SD_Model import PRESETS, TextEncoder, weights_hash
 
 ONLINE_FLAGS = (  # what decides how pictures are read and cut: of no use with cached latents
     "captions", "caption", "caption_encoding", "where", "balance", "val_fraction", "crop_scale", "crop_aspect", "flip",
-    "jitter", "window", "regularise", "index", "strict", "cache", "masks",
+    "jitter", "window", "regularise", "index", "strict", "cache", "masks", "mask_floor",
 )  # fmt: skip
 
 MAX_GROUPS = 10_000  # values that --balance evens out
@@ -480,13 +480,13 @@ def indexed(pictures: str, settings: dict, columns: list[str], where, workers: i
     """The parts that --pictures or --regularise names, and what is in them that `where`, a Where or None, is true of;
     says, and with --strict refuses, what is left out."""
     captions = Captions(settings["caption"], settings["captions"] and Path(settings["captions"]),
-                        settings["caption_encoding"], settings.get("masks", False))  # fmt: skip
+                        settings["caption_encoding"], settings["masks"])  # fmt: skip
     left_out = Counter()
     limit = settings["cache_gib"] * 2**30
     cache = (Path(settings["cache"]).absolute(), limit) if settings["cache"] else None
     parts = find_parts(pictures, captions, settings["index"] and Path(settings["index"]), left_out, cache)
     build_index(parts, workers, say)
-    index = read_index(parts, columns, where, settings.get("masks", False))
+    index = read_index(parts, columns, where, settings["masks"])
     left_out.update(index.rejects)
     first = f"; the first: {index.rejected[0][0]} ({index.rejected[0][1]})" if index.rejected else ""
     say(f"pictures: {index.pictures:,} in {pictures}; left out: {counted(left_out)}{first}")
