@@ -66,6 +66,7 @@ from sd.setup import (
 from sd.slurm import SIGNALS, UNFINISHED
 from sd.speed import TRACED, train_benchmark, warm_up_steps
 from sd.step import MicroSteps, Update, peak_memory, wrap
+from sd.text_cache import cache_texts, check_cache
 from SD_Model import PRESETS, NoiseSchedule, count_parameters
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -132,6 +133,7 @@ DEFAULTS = dict(
     crop_scale=None, crop_aspect=None, flip=False, jitter=0.0, workers=None, picture_memory=4.0,
     cache=None, cache_gib=50.0,
     masks=False, mask_floor=0.0,
+    cache_text=None, caption_memory=4.0,
     health_steps=200,
 )  # fmt: skip
 # What a phase changes of them. These phases go on from a model that is there.
@@ -144,7 +146,8 @@ CHANGEABLE = set(
     "dataset latents data_root dataset_name vae text_encoder tokenizer max_steps minutes epochs lr batch accumulate "
     "grad_checkpoint kernels compress_gradients peer_copies dtype channels_last save_steps keep_last keep_every "
     "val_steps val_images sample_steps sample_prompts sample_cfg log_steps max_skipped wandb "
-    "pictures captions index strict images workers picture_memory cache cache_gib health_steps".split()
+    "pictures captions index strict images workers picture_memory cache cache_gib health_steps "
+    "cache_text caption_memory".split()
 )
 TOO_MANY_SKIPPED = (
     "error: {} steps in a row had gradients that are not finite; look for NaN in the latents, lower --lr, or go on "
@@ -289,6 +292,11 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--weights_dtype", choices=["fp32", "bf16"], help="of convolutions and products as they are kept; "
                    "bf16 ones are rounded at random after each step")  # fmt: skip
     g.add_argument("--no_ema", help="no average of the weights: the live ones are saved and painted with", **on)
+    g.add_argument("--cache_text", help="encode each caption once, before training, and take the frozen text encoder "
+                   "off the device (default: only where --fit chooses it)", **on)  # fmt: skip
+    g.add_argument("--no_cache_text", dest="cache_text", action="store_false", default=None, help="encode captions at "
+                   "each step, whatever --fit says")  # fmt: skip
+    g.add_argument("--caption_memory", type=float, metavar="GIB", help="of the CPU's memory for these, in each process")
     g.add_argument("--fit", type=float, metavar="GIB", help="make training fit into so many GiB, where no flag says "
                    "otherwise: --no_ema, --grad_checkpoint, --optimizer adamw8bit, --weights_dtype bf16, and smaller "
                    "micro-batches, in that order and no more than needed (default: none of these)")  # fmt: skip
@@ -410,6 +418,7 @@ def resolve(args, saved: dict | None) -> dict:
         )
     if (settings["dataset"] is None) != (settings["latents"] is None):
         raise InputError("--dataset and --latents name one source together: give both, or --data_root alone")
+    check_cache(settings)
     check_settings(settings, {name for name, value in vars(args).items() if value is not None})
     if settings["dataset"] is not None and args.dataset_name is not None:
         raise InputError("--dataset_name is of sources below --data_root: drop it, or --dataset and --latents")
@@ -454,14 +463,15 @@ def resume_command(argv: list[str]) -> str:
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def loader_of(data: Data, plan: Plan, settings: dict, null_ids, timesteps: int, place: Place, first: int, end: int):
-    """This process's micro-batches of the steps from first to end, made ahead in a thread."""
+def loader_of(data: Data, plan: Plan, settings: dict, null_ids, encoded, timesteps, place: Place, first: int, end: int):
+    """This process's micro-batches of the steps from first to end, made ahead in a thread. encoded: what a batch
+    becomes (see cache_texts)."""
 
     def batch_at(positions: np.ndarray) -> Batch:
-        return make_batch(
+        return encoded(make_batch(
             data.train, plan.order, positions, null_ids, settings["drop"], settings["seed"], timesteps,
             settings["offset_noise"],
-        )  # fmt: skip
+        ))  # fmt: skip
 
     cut = settings["batch"], settings["accumulate"], place.rank, place.world
     positions = rank_positions(first, end, plan.global_batch, *cut)
@@ -523,21 +533,21 @@ def main(argv=None):
     plan = make_plan(args, settings, data, saved, world, say)
     unet.set_grad_checkpoint(choose_grad_checkpoint(settings, denoiser, text_encoder, device, say))
     text_of, null_ids = text_for(text_encoder, settings, device), text_encoder.tokenize([""])[0].numpy()
-    shapes, sampled = len(data.train.shapes), (data, plan, settings, null_ids, schedule.steps, place)
+    if args.dry_run:
+        return dry_run(out, settings, denoiser, text_encoder, plan, data.train, place) if place.first else None
+    encoded, text_of = cache_texts(settings, data, null_ids, text_encoder, text_of, device, say)
+    shapes, sampled = len(data.train.shapes), (data, plan, settings, null_ids, encoded, schedule.steps, place)
     if args.benchmark:
-        text_encoder.to(device).eval()
         steps = args.benchmark + warm_up_steps(args.benchmark, shapes) + (TRACED if args.trace else 0)
         loader = loader_of(*sampled, 0, steps)
         return train_benchmark(args.benchmark, settings, denoiser, schedule, place, args.trace, loader, text_of, shapes)
-    if args.dry_run:
-        return dry_run(out, settings, denoiser, text_encoder, plan, data.train, place) if place.first else None
     vae = vae_of_latents(settings, data.vae) if settings["sample_steps"] or settings["vae"] else None
     prompts = sample_prompts(settings, data.val if len(data.val) else data.train)
 
     # What training changes, and how a step changes it.
     trained = open_trained(args, settings, denoiser, data, checkpoint, saved, place, say)
     ema, progress = trained.ema, trained.progress
-    text_encoder.to(device).eval()
+    text_encoder.eval()
     if world > 1:
         agreed = {"the number of steps": plan.total, "settings": crc(settings)}
         check_agreement(agreed | agreed_inputs(data, inputs, checkpoint, denoiser, ema), device, world)
@@ -551,6 +561,7 @@ def main(argv=None):
     health = Health(folder and folder.log, denoiser, ema, settings, schedule, text_of, data.train, plan,
                     update.shared is not None)  # fmt: skip
     fixed = fixed_batches(data.val, data.train, settings, schedule.steps, say)
+    fixed = {split: [encoded(batch) for batch in batches] for split, batches in fixed.items()}
     say(f"settings: {json.dumps(settings)}")
     say(f"{settings['phase']}: {plan.length(settings)} ({world} x {settings['batch']} x {settings['accumulate']}); "
         f"UNet {count_parameters(unet)[1]:,} parameters; "

@@ -353,6 +353,11 @@ class Split:
             index = begin + (turn * (self.first[index + 1] - begin)).astype(np.int64)
         return self.ids[index].astype(np.int64)
 
+    def all_token_ids(self, chunk: int):
+        """Those of all captions, in parts of up to so many, int64 [.., L]."""
+        for first in range(0, len(self.ids), chunk):
+            yield self.ids[first : first + chunk].astype(np.int64)
+
     def digest(self, sampled: int = 256) -> tuple[str, str]:
         """sha256 of the pictures' keys and all captions' token ids in their order; and of `sampled` stored latents,
         evenly spaced. To read all of them would take as long as an epoch's reading."""

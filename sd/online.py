@@ -282,6 +282,12 @@ class Pictures:
             at = begin + (turn * (self.first[np.asarray(index) + 1] - begin)).astype(np.int64)
         return tokenize(self.tokenizer, self._texts.take(pa.array(at)).to_pylist()).astype(np.int64)
 
+    def all_token_ids(self, chunk: int):
+        """As Split.all_token_ids."""
+        for first in range(0, len(self._texts), chunk):
+            texts = self._texts.slice(first, chunk).to_pylist()
+            yield tokenize(self.tokenizer, texts).astype(np.int64)
+
     def digest(self, sampled: int = 256) -> tuple[str, str]:
         """sha256 of all keys and captions in their order; and of the lengths of the pictures' files and the bytes of
         `sampled` of them, evenly spaced."""

@@ -303,7 +303,7 @@ def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncode
     if settings["dtype"] == "bf16":
         halves = (m.weight for m in denoiser.modules() if isinstance(m, nn.Linear | nn.Conv2d))
         held -= 2 * sum(w.numel() for w in halves if not w.requires_grad)
-    if text_encoder is not None and denoiser.text_encoder is None:
+    if text_encoder is not None and denoiser.text_encoder is None and not settings["cache_text"]:
         held += 4 * count_parameters(text_encoder)[1]
     half = set(multiplied(denoiser)) if copies_weights(settings) else set()
     short = kept_short(denoiser, settings)
