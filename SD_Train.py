@@ -133,7 +133,7 @@ DEFAULTS = dict(
     crop_scale=None, crop_aspect=None, flip=False, jitter=0.0, workers=None, picture_memory=4.0,
     cache=None, cache_gib=50.0,
     masks=False, mask_floor=0.0,
-    cache_text=None, caption_memory=4.0,
+    cache_text=None, caption_memory=4.0, encode_first=None, ema_on_cpu=False,
     health_steps=200,
 )  # fmt: skip
 # What a phase changes of them. These phases go on from a model that is there.
@@ -147,7 +147,7 @@ CHANGEABLE = set(
     "grad_checkpoint kernels compress_gradients peer_copies dtype channels_last save_steps keep_last keep_every "
     "val_steps val_images sample_steps sample_prompts sample_cfg log_steps max_skipped wandb "
     "pictures captions index strict images workers picture_memory cache cache_gib health_steps "
-    "cache_text caption_memory".split()
+    "cache_text caption_memory encode_first ema_on_cpu".split()
 )
 TOO_MANY_SKIPPED = (
     "error: {} steps in a row had gradients that are not finite; look for NaN in the latents, lower --lr, or go on "
@@ -292,14 +292,23 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--weights_dtype", choices=["fp32", "bf16"], help="of convolutions and products as they are kept; "
                    "bf16 ones are rounded at random after each step")  # fmt: skip
     g.add_argument("--no_ema", help="no average of the weights: the live ones are saved and painted with", **on)
+    g.add_argument("--fit", type=float, metavar="GIB", help="make training fit into so many GiB, where no flag says "
+                   "otherwise: --cache_text, --encode_first, --no_ema, --grad_checkpoint, --optimizer adamw8bit, "
+                   "--weights_dtype bf16, --ema_on_cpu where an EMA is asked for, and smaller micro-batches, in that "
+                   "order and no more than needed (default: none of these)")  # fmt: skip
+
+    g = p.add_argument_group("what need not lie on the device")
     g.add_argument("--cache_text", help="encode each caption once, before training, and take the frozen text encoder "
                    "off the device (default: only where --fit chooses it)", **on)  # fmt: skip
     g.add_argument("--no_cache_text", dest="cache_text", action="store_false", default=None, help="encode captions at "
                    "each step, whatever --fit says")  # fmt: skip
     g.add_argument("--caption_memory", type=float, metavar="GIB", help="of the CPU's memory for these, in each process")
-    g.add_argument("--fit", type=float, metavar="GIB", help="make training fit into so many GiB, where no flag says "
-                   "otherwise: --no_ema, --grad_checkpoint, --optimizer adamw8bit, --weights_dtype bf16, and smaller "
-                   "micro-batches, in that order and no more than needed (default: none of these)")  # fmt: skip
+    g.add_argument("--encode_first", help="encode all --pictures before training, and take the VAE off the device; "
+                   "they must be cut alike each time (default: only where --fit chooses it)", **on)  # fmt: skip
+    g.add_argument("--no_encode_first", dest="encode_first", action="store_false", default=None, help="encode each "
+                   "when it is due, whatever --fit says")  # fmt: skip
+    g.add_argument("--ema_on_cpu", help="keep the average in the CPU's memory: steps are slower by the way there, and "
+                   "the live weights are validated and painted with", **on)  # fmt: skip
 
     g = p.add_argument_group("the run")
     g.add_argument("--out", help="run folder (default: runs/<phase>)")
@@ -523,7 +532,7 @@ def main(argv=None):
     denoiser = make_denoiser(unet, text_encoder, settings)
     fit(args, settings, denoiser, text_encoder, device, saved is None, say)
     if settings["pictures"]:
-        data = load_pictures(settings, text_encoder, place, say)
+        data = load_pictures(settings, text_encoder, place, say, args.dry_run)
     else:
         data = load_data(settings, text_encoder, pretouch=local == 0)
         describe_data(data, settings, say)
@@ -547,6 +556,7 @@ def main(argv=None):
     # What training changes, and how a step changes it.
     trained = open_trained(args, settings, denoiser, data, checkpoint, saved, place, say)
     ema, progress = trained.ema, trained.progress
+    shown = denoiser if settings["ema_on_cpu"] else ema  # what is validated and painted with here
     text_encoder.eval()
     if world > 1:
         agreed = {"the number of steps": plan.total, "settings": crc(settings)}
@@ -629,7 +639,7 @@ def main(argv=None):
             if validating or painting or saving or step == plan.first + 1:  # where whatever it lacks is seen at once
                 update.complete()
             if validating:
-                for weights, module in (("live", denoiser), ("ema", ema))[: 1 if ema is denoiser else 2]:
+                for weights, module in (("live", denoiser), ("ema", shown))[: 1 if shown is denoiser else 2]:
                     for split, part in fixed.items():
                         result = validate(module, settings, part, text_of, schedule, place)
                         if folder:
@@ -637,7 +647,7 @@ def main(argv=None):
                             folder.log.write("validation.jsonl", row | result)
             if folder and painting:
                 path = out / "samples" / f"step_{step:08d}.png"
-                sample_grid(path, ema, text_encoder, vae, schedule, prompts, settings, device)
+                sample_grid(path, shown, text_encoder, vae, schedule, prompts, settings, device)
                 folder.log.picture(path, step)
             if folder and validating:
                 folder.report()

@@ -197,7 +197,7 @@ class Health:
         if not self.shared:
             self.figures["update", None] = self._by_block((new - self.old).square() * stands_for, block).sqrt() / size
         if self.averages[0] is not self.parameters[0]:  # with --no_ema they are the weights
-            away = new - torch.cat([spaced(p) for p in self.averages])
+            away = new - torch.cat([spaced(p) for p in self.averages]).to(new.device)  # --ema_on_cpu
             self.figures["ema_distance", ""] = (away.square() * stands_for).sum().sqrt() / size.norm()
         row = {"step": step, "lr": lr, "clipped": self.clipped / self.steps, "skipped": self.skipped}
         self.log.write("health.jsonl", row | self._row())

@@ -53,6 +53,7 @@ from SD_Model import PRESETS, TextEncoder, weights_hash
 ONLINE_FLAGS = (  # what decides how pictures are read and cut: of no use with cached latents
     "captions", "caption", "caption_encoding", "where", "balance", "val_fraction", "crop_scale", "crop_aspect", "flip",
     "jitter", "window", "regularise", "index", "strict", "cache", "masks", "mask_floor",
+    "encode_first",
 )  # fmt: skip
 
 MAX_GROUPS = 10_000  # values that --balance evens out
@@ -62,6 +63,10 @@ SMALL, SMALL_SHARE, LARGE_SHARE = 1000, 0.1, 0.01  # pictures of a small set; sh
 BENIGN = {"hidden", "mask", "link_repeated", "caption_alone", "listed_twice"}  # what --strict lets pass
 
 MOST_AT_ONCE = 16  # pictures that a GPU encodes in one pass
+
+ENCODED_FIRST = 256  # pictures that are decoded, and then encoded, at a time by --encode_first
+
+VARIES = ("crop_scale", "crop_aspect", "flip", "jitter")  # flags by which showings of a picture differ
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -175,6 +180,8 @@ def check_settings(settings: dict, given: set[str]):
         raise InputError(f"--mask_floor wants a number from 0 to 1, found {settings['mask_floor']}")
     if "mask_floor" in given and not settings["masks"]:
         raise InputError("--mask_floor is of --masks: give that flag too, or drop it")
+    if settings["encode_first"] and (varies := [name for name in VARIES if settings[name]]):
+        raise InputError(f"--encode_first is of pictures that are always cut alike: drop it, or --{varies[0]}")
     if settings["latent_fraction"] != 1:
         raise InputError("--latent_fraction is of latents on disk: drop it, or choose among --pictures with --where")
     if settings["workers"] is not None:
@@ -218,6 +225,13 @@ class Latents:
         self.stream = torch.cuda.Stream(encoder.device) if encoder.device.type == "cuda" else None
         if self.stream:
             torch.cuda.synchronize(encoder.device)  # the weights are there
+
+    def leave(self):
+        """Take the VAE off the device, when nothing is left to be encoded."""
+        for vae in (self.encoder.exact, self.encoder.fast):
+            vae.to("cpu")
+        if self.stream:
+            torch.cuda.empty_cache()
 
     def __call__(self, squares: list[np.ndarray], keys: list[str]) -> list[np.ndarray]:
         """uint8 [size, size, 3] each -> fp16 [z, h, w] each. InputError if one is not finite, even in fp32."""
@@ -402,6 +416,20 @@ class Pictures:
             shown.append(coming.result() if coming else self._one(i, position))
         return np.array([which for which, *_ in shown], np.int64), self._encoded(shown), self._weights(shown)
 
+    def encode_all(self):
+        """Encode all pictures, and keep their latents. Only of pictures that are cut alike at each showing. InputError
+        if there is no room for them."""
+        each = 2 * int(np.prod(self.shapes[0])) + (0 if self.mask is None else 4 * int(np.prod(self.shapes[0][1:])))
+        if len(self) * each > self._kept.room:
+            raise InputError(
+                f"--encode_first (which --fit chooses too) keeps {len(self):,} latents, of "
+                f"{len(self) * each / 2**30:.2f} GiB, and --picture_memory is {self._kept.room / 2**30:g}: raise it, "
+                "or give --no_encode_first"
+            )
+        for first in range(0, len(self), ENCODED_FIRST):
+            some = range(first, min(first + ENCODED_FIRST, len(self)))
+            self._encoded(list((self._pool.map if self._pool else map)(lambda i: self._one(i, None), some)))
+
     def ahead(self, positions: Iterable[np.ndarray], order: SampleOrder | BucketOrder) -> Iterator[np.ndarray]:
         """The same micro-batches of positions; the pictures of those that follow are decoded meanwhile."""
         waiting, pictures = deque(), 0
@@ -536,8 +564,9 @@ def name_vae(settings: dict, init_from: str | None):
         settings["vae"] = DEFAULT_VAE
 
 
-def load_pictures(settings: dict, text_encoder: TextEncoder, place: Place, say) -> Data:
-    """The data of a run on --pictures: indexed, chosen, parted into training and held-out ones, ready to be encoded."""
+def load_pictures(settings: dict, text_encoder: TextEncoder, place: Place, say, dry_run: bool = False) -> Data:
+    """The data of a run on --pictures: indexed, chosen, parted into training and held-out ones, ready to be encoded, or
+    with --encode_first encoded, but in a dry run."""
     vae, size, channels = load_vae(settings["vae"]), settings["size"], unet_config(settings).in_channels
     factor = vae.config.factor
     if vae.config.latent_channels != channels or size % factor:
@@ -599,6 +628,11 @@ def load_pictures(settings: dict, text_encoder: TextEncoder, place: Place, say) 
         Pictures(rows, n, parts, tokenizer, latents, shape, cutting, settings, pool, say)
         for rows, n in ((train, sizes), (val, [len(val)]))
     ]
+    if settings["encode_first"] and not dry_run:
+        for split in splits:
+            split.encode_all()
+        latents.leave()
+        say("pictures: all encoded; the VAE is off the device")
     names = hashlib.sha256("\n".join(part.prefix for part in parts).encode()).hexdigest()
     stores = {settings["pictures"]: Store(names, [])}
     return Data(*splits, weights, vae_info, {"VAE": vae_info["hash"]}, stores)

@@ -295,7 +295,7 @@ def open_trained(args, settings: dict, denoiser: Denoiser, data: Data, checkpoin
             progress.lineage = init_weights(args, denoiser, ema, settings["prediction"], data.vae["hash"], say)
         progress.lineage.append({"phase": settings["phase"], "data": data.hashes, "images": 0,
                                  "revision": git_revision(), "torch": torch.__version__})  # fmt: skip
-    ema.to(place.device, memory_format=memory)
+    ema.to("cpu" if settings["ema_on_cpu"] else place.device, memory_format=memory)
     denoiser.to(place.device, memory_format=memory).train()
     optimizer = make_optimizer(denoiser, settings)
     if checkpoint:

@@ -121,6 +121,8 @@ class TimedSteps:
         settle_base(denoiser, settings)
         denoiser.to(device, memory_format=memory_format(settings)).train()
         ema = denoiser if settings["no_ema"] else average_of(denoiser)
+        if settings["ema_on_cpu"]:
+            ema.to("cpu")
         self.update = Update(make_optimizer(denoiser, settings), denoiser, ema, settings, place.world)
         model = wrap(denoiser, settings, place.world)
         latents, noise = torch.randn(2, micro, *self.shape, device=device)

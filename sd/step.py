@@ -17,6 +17,7 @@ from sd.networks import unet_config
 from sd.objective import Denoiser, backward, in_autocast
 from sd.optim import (
     AdamW8bit,
+    FarAverage,
     FusedStep,
     FusedStep8bit,
     ScheduleFree,
@@ -58,6 +59,9 @@ class Update:
         self.parameters, self.averages = map(list, zip(*pairs))
         if ema is denoiser:
             self.averages = []
+        self.far = None
+        if settings["ema_on_cpu"]:
+            self.far, self.averages = FarAverage(self.averages, self.parameters), []
         averages, self.copied = dict(zip(self.parameters, self.averages)), []
         if isinstance(optimizer, ScheduleFree):  # whose average is not the EMA, but in its place
             optimizer.averages, self.averages = averages, []
@@ -80,6 +84,9 @@ class Update:
         if self.fused:  # the device is not waited for
             norm = self.fused.norm()
             self.fused.step(lr, norm, limit, decay)
+            if self.far:
+                self.fused.complete()  # of weights that other processes update
+            self._far_average(norm, decay)
             return norm
         if isinstance(self.optimizer, torch.optim.AdamW):
             norm = nn.utils.clip_grad_norm_(self.parameters, limit, foreach=True)
@@ -93,7 +100,12 @@ class Update:
                     torch._foreach_copy_([p.copy_bf16 for p in self.copied], [p.detach() for p in self.copied])
         if self.averages and math.isfinite(norm):
             update_ema(self.averages, self.parameters, decay)
+        self._far_average(norm, decay)
         return norm
+
+    def _far_average(self, norm: torch.Tensor, decay: float):
+        if self.far and math.isfinite(norm):
+            self.far.update(decay)
 
     def _norm(self) -> torch.Tensor:
         if self.kernels:

@@ -1,4 +1,4 @@
-"""--cache_text: captions encoded once give training the numbers that encoding them at each step gives it.
+"""--cache_text and --encode_first: what is encoded once gives training the numbers that encoding it each time gives.
 
 pytest tests/test_text_cache.py
 """
@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent / "faults"))
 import micro
 from test_pictures import train, write_folder
 
+import sd.online
 import sd.plan
 import sd.text_cache
 import SD_Model
@@ -146,3 +147,53 @@ def test_flags_that_no_cache_can_have_are_refused(root, tmp_path):
     assert "--cache_text wants a text encoder that stays as it is" in text
     text = train(root, tmp_path / "b", root / "cat", "--cache_text", "--caption_memory", "1e-9", expect=2)
     assert "raise it, or give --no_cache_text" in text and not (tmp_path / "b").exists()
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Pictures
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def test_pictures_encoded_first_are_the_same_and_the_vae_is_done_then(root, tmp_path):
+    def closed():
+        """From the first batch on, nothing may be encoded."""
+        real = sd.online.Latents.leave
+
+        def leave(self):
+            real(self)
+            self.encoder.submit = None
+
+        sd.online.Latents.leave = leave
+
+    folder = write_folder(tmp_path / "cat", 12)
+    broken = bytearray((folder / "p03.jpg").read_bytes())
+    broken[200:-200] = bytes(len(broken) - 400)  # decodes to nothing
+    (folder / "p03.jpg").write_bytes(bytes(broken))
+    more = (folder, "--max_steps", 9)
+    train(root, tmp_path / "plain", *more)
+    text = train(root, tmp_path / "first", *more, "--encode_first", "--workers", 2, hook=closed)
+    assert "pictures: all encoded; the VAE is off the device" in text
+    assert same(tmp_path / "plain", tmp_path / "first")
+
+
+def test_all_is_encoded_first_or_the_run_is_refused(root, tmp_path):
+    text = train(root, tmp_path / "a", root / "cat", "--encode_first", "--flip", expect=2)
+    assert "--encode_first is of pictures that are always cut alike: drop it, or --flip" in text
+    text = train(root, tmp_path / "b", root / "cat", "--encode_first", "--picture_memory", "1e-6", expect=2)
+    assert "and --picture_memory is 1e-06: raise it, or give --no_encode_first" in text
+    assert not (tmp_path / "b").exists()
+
+
+def test_fit_and_the_dry_run_count_alike(root, tmp_path):
+    """What --fit says of memory is the peak that the dry run tells, and the VAE counts until it is off the device."""
+    more = (root / "cat", "--max_steps", 2, "--fit")
+    text = train(root, tmp_path / "run", *more, "1", "--dry_run")
+    assert "fit 1 GiB: no change" in text and "VAE 0.00" in text and not (tmp_path / "run").exists()
+    for gib in (0.01, 0.0035, 0.003):
+        text = train(root, tmp_path / "run", *more, gib, "--without", "ema", "--dry_run")
+        settings = json.loads(text[text.index("{\n") : text.rindex("}") + 1])
+        told = text.partition(f"fit {gib:g} GiB: ")[2].partition(";")[0]
+        for name in ("cache_text", "encode_first", "no_ema"):
+            assert bool(settings[name]) == (f"--{name}" in told), told
+        assert "all encoded" not in text
+    assert "--cache_text, --encode_first" in told
