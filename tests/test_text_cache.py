@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "faults"))
 import micro
-from test_pictures import train, write_folder
+from test_pictures import broken_png, train, write_folder
 
 import sd.online
 import sd.plan
@@ -166,11 +166,9 @@ def test_pictures_encoded_first_are_the_same_and_the_vae_is_done_then(root, tmp_
         sd.online.Latents.leave = leave
 
     folder = write_folder(tmp_path / "cat", 12)
-    broken = bytearray((folder / "p03.jpg").read_bytes())
-    broken[200:-200] = bytes(len(broken) - 400)  # decodes to nothing
-    (folder / "p03.jpg").write_bytes(bytes(broken))
+    (folder / "p03.jpg").write_bytes(broken_png())  # another picture stands in for it
     more = (folder, "--max_steps", 9)
-    train(root, tmp_path / "plain", *more)
+    assert "cannot be decoded" in train(root, tmp_path / "plain", *more)
     text = train(root, tmp_path / "first", *more, "--encode_first", "--workers", 2, hook=closed)
     assert "pictures: all encoded; the VAE is off the device" in text
     assert same(tmp_path / "plain", tmp_path / "first")
