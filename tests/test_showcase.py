@@ -210,8 +210,17 @@ def test_two_networks_share_what_is_made_once(monkeypatch, capsys):
     }  # fmt: skip
 
 
+def test_an_autoencoder_that_is_there_is_not_trained_again(monkeypatch, capsys, tmp_path):
+    own, given = (planned(monkeypatch, capsys, *more)[0] for more in ((), ("--vae", str(tmp_path))))
+    left_out = {"draw a part", "train the autoencoder"}
+    assert {s.name for s in own} - {s.name for s in given} == left_out
+    encoding = [line for s in given for line in s.lines if line[0] == "encode_latents.py"]
+    assert len(encoding) == 2 and all(line[line.index("--vae") + 1] == str(tmp_path) for line in encoding)
+
+
 @pytest.mark.parametrize(
-    "words, said", [(["--run", "data"], "--run wants a folder's name"), (["--run", "a/b"], "--run")]
+    "words, said",
+    [(["--run", "data"], "--run wants a folder's name"), (["--run", "a/b"], "--run"), (["--vae", "none"], "is not")],
 )
 def test_bad_names_are_refused(monkeypatch, words, said):
     monkeypatch.setattr(sys, "argv", ["showcase.py", "--dry_run", *words])
