@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+import SD_Sweep
 from demo import showcase, stages
 from demo.stages import Stage, Stages
 from sd.errors import InputError
+from sd.sweep import read_plan, trials
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
@@ -204,6 +206,34 @@ def test_two_networks_share_what_is_made_once(monkeypatch, capsys):
         "packages", "text encoder", "draw at 128 px", "words", "draw a part", "train the autoencoder",
         "draw at 256 px", "encode at 128 px", "encode at 256 px", "prompts"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name, more", [("128", ()), ("256", ("twice=1.6", "first=runs/x"))])
+def test_the_ablations_trainings_and_measures_are_ones_that_the_programs_take(name, more, monkeypatch):
+    plan = read_plan(ROOT / f"plans/showcase_{name}.json")
+    plan = SD_Sweep.fill_in(plan, ["show=/tmp/show", "minutes=0.8", *more])
+    todo, seen = trials(plan), []
+    for program, lines in (("SD_Train.py", [t.words for t in todo]), ("demo/sampler_steps.py", plan["measure"])):
+        parser = flags_of(program, monkeypatch)
+        for line in lines:
+            seen.append(parser.parse_args([w for w in line if w != program]))  # or it exits
+    trained, measured = seen[: len(todo)], seen[-1]
+    assert {t.seed for t in todo} == {0, 1} and len(todo) == {"128": 18, "256": 4}[name]
+    assert all(a.phase == f"drawings_{name}" and str(a.data_root) == "/tmp/show/data" for a in trained)
+    assert measured.weights == ["ema", "live"] and measured.steps == [20] and measured.samplers == ["dpmpp_2m"]
+    for place in plan["figures"].values():  # what they name is what sampler_steps.py writes
+        weights, sampler, steps, top = place.rpartition(":")[2].split(".")
+        assert weights in measured.weights and sampler == "dpmpp_2m" and steps == "20" and top in ("top1", "top5")
+        assert place.startswith("{out}/measured/table.json:") and str(measured.out) == "{out}/measured"
+    if name == "256":
+        assert [a.minutes for a in trained[:2]] == [1.6, 0.8] and [a.init_from for a in trained[:2]] == [None, "runs/x"]
+        return
+    plain = vars(trained[0])
+    assert {a.minutes for a in trained} == {0.8}
+    for one in trained[1 : len(todo) // 2]:  # each is the first with one thing changed
+        changed = {k for k, v in vars(one).items() if v != plain[k]}
+        assert len(changed) == 1 or changed == {"prediction", "weighting"}, changed
+    assert {a.null for a in trained} == {None, "zeros"} and {a.optimizer for a in trained} == {None, "muon"}
 
 
 @pytest.mark.parametrize(
