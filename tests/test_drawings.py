@@ -372,6 +372,13 @@ def test_bad_input_ends_in_one_sentence(arguments, words, tmp_path, monkeypatch,
     assert not (tmp_path / "out").exists()
 
 
+def test_packages_that_are_all_there_are_fetched_without_npm(packages, monkeypatch, capsys):
+    monkeypatch.setattr(script.shutil, "which", lambda name: None)
+    before = sorted(path.name for path in packages.iterdir())
+    run(monkeypatch, script.main, "--packages", packages, "--fetch")
+    assert sorted(path.name for path in packages.iterdir()) == before and capsys.readouterr().err == ""
+
+
 def test_a_damaged_package_is_named(packages, tmp_path, monkeypatch, capsys):
     for path in packages.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())

@@ -34,6 +34,8 @@ say("begin")
 if pathlib.Path(name + ".fails").exists():
     sys.exit(3)
 time.sleep(seconds)
+while len(sys.argv) > 3 and sys.argv[3] not in log.read_text():
+    time.sleep(0.02)
 say("end")
 """
 
@@ -47,8 +49,9 @@ def root(tmp_path, monkeypatch) -> Path:
         signal.signal(s, signal.SIG_DFL)
 
 
-def work(name: str, seconds: float = 0.0, **more) -> Stage:
-    return Stage(name, [["work.py", name, str(seconds)]], **more)
+def work(name: str, seconds: float = 0.0, until: tuple[str, ...] = (), **more) -> Stage:
+    """A stage that takes so long, and until a line of that kind is in the log."""
+    return Stage(name, [["work.py", name, str(seconds), *until]], **more)
 
 
 def calls(root: Path) -> list[str]:
@@ -66,8 +69,9 @@ def test_each_stage_is_run_once_and_in_order(root):
 
 
 def test_a_stage_in_the_background_runs_beside_the_next_ones_up_to_the_one_after_it(root):
-    made = [work("drawing", 0.6, beside=True), work("encoding", 0.1, beside=True, after=("drawing",)),
-            work("training", 0.1), work("more", 0.1), work("large", after=("encoding",))]  # fmt: skip
+    made = [work("drawing", until=("end more",), beside=True),
+            work("encoding", 0.1, beside=True, after=("drawing",)),
+            work("training"), work("more"), work("large", after=("encoding",))]  # fmt: skip
     Stages(root / "stages.json").run(made)
     seen = calls(root)
     assert seen.index("end training") < seen.index("end drawing") and seen.index("end more") < seen.index("end drawing")
