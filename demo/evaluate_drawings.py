@@ -298,8 +298,9 @@ class World:
         return self.pairs[min(others, key=lambda p: drawings.fraction("other", style, *p))] if others else None
 
 
-def measure(world: World, prompts: list[dict], images: list[np.ndarray]) -> dict:
-    """All figures of painted pictures, one for each prompt. See the head of this file."""
+def measure(world: World, prompts: list[dict], images: list[np.ndarray], with_copies: bool = True) -> dict:
+    """All figures of painted pictures, one for each prompt. See the head of this file. with_copies: of held-out pairs
+    too, for which all training pictures are read."""
     figures: dict = {}
     by_test = defaultdict(list)
     for prompt, image in zip(prompts, images, strict=True):
@@ -325,7 +326,7 @@ def measure(world: World, prompts: list[dict], images: list[np.ndarray]) -> dict
             by_style[p["style"]].append(rank == 0)
         found["top1_by_style"] = {style: round(float(np.mean(right)), 3) for style, right in sorted(by_style.items())}
         figures[test] = found
-        if test == "held_out":
+        if test == "held_out" and with_copies:
             figures["copies"] = copies(world, painted, gallery, [i for _, i in asked], rows)
 
     if by_test["names"]:
