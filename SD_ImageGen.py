@@ -59,7 +59,7 @@ from sd.samplers import SAMPLERS
 from sd.speed import sampling_benchmark
 from sd.weights.lora import is_lora, names_its_model
 from sd.weights.merge import with_loras
-from sd.weights.read import Model, load_text_encoder, load_vae, open_model
+from sd.weights.read import Model, load_text_encoder, load_vae, null_of, open_model
 from SD_Model import weights_hash
 
 
@@ -236,7 +236,8 @@ def open_for(args) -> Model:
     if args.vae is not None:
         model.vae = lambda: load_vae(args.vae, args.weights)
     if args.text_encoder is not None:
-        model.text_encoder = lambda: load_text_encoder(args.text_encoder, args.tokenizer, model.text_length)
+        given = args.text_encoder, args.tokenizer, model.text_length
+        model.text_encoder = lambda: null_of(load_text_encoder(*given), model.null)
     if args.lora:
         model, loras = with_loras(model, args.lora, args.weights)
         for (lora, _), sha256 in zip(loras, args.lora_hashes):
