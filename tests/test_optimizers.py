@@ -970,6 +970,28 @@ def test_an_average_on_the_cpu_is_the_same_average(data, tmp_path):
     assert all(torch.equal(near[name], cut[name]) for name in near)
 
 
+@needs_triton
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_an_average_on_the_cpu_beside_kernels(name, large_blocks):
+    """It moves as the one that the optimizer's pass has, after the weights; a skipped step moves neither."""
+    found = []
+    for far in (False, True):
+        torch.manual_seed(0)
+        net = sd.objective.Denoiser(nn.Linear(80, 80), None)
+        ema = copy.deepcopy(net)
+        settings = settings_of("--optimizer", name, *(["--ema_on_cpu"] if far else [])) | {"kernels": True}
+        update = sd.step.Update(sd.optim.make_optimizer(net, settings), net, ema, settings, 1)
+        for step in range(3):
+            for i, p in enumerate(update.parameters):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i + 10 * step))
+                p.grad += math.nan if step == 1 else 0
+            if not math.isfinite(update(1e-2, 1.0, 0.5)):
+                update.skipped()
+        found.append([p.detach().clone() for p in [*net.parameters(), *ema.parameters()]])
+    assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(*found))
+    assert all(torch.isfinite(a).all() for a in found[1]) and not torch.equal(found[1][0], found[1][2])
+
+
 def test_far_averages_keep_to_the_layout():
     live = [torch.randn(6, 4, 3, 3).to(memory_format=torch.channels_last), torch.randn(5)]
     near = [torch.randn(6, 4, 3, 3).to(memory_format=torch.channels_last), torch.randn(5)]
