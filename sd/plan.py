@@ -321,10 +321,11 @@ def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncode
     names += [name for name in settings if name.startswith("lora")]
     decides = json.dumps({name: settings[name] for name in names})
     (one, block), (two, block_of_two) = (_activation_bytes(decides, n, device) for n in (1, 2))  # linear in the batch
+    cut = world if settings["shard"] else 1
     parts = {
         "weights": 4 * numbers + held - 2 * short + 2 * copied,
-        "optimizer": state_bytes(denoiser, settings),
-        "EMA": 0 if settings["no_ema"] else 4 * numbers,
+        "optimizer": state_bytes(denoiser, settings) // cut,
+        "EMA": 0 if settings["no_ema"] else 4 * numbers // cut,
         "gradients": 4 * numbers - 2 * half * one_pass - 2 * max(0, short - half),
         "gradients sent": sent,
         "activations": one + (two - one) * (settings["batch"] - 1),
