@@ -54,7 +54,8 @@ ROOM = 4 << 30  # bytes for validation and sample grids, which cannot use the me
 
 def mean_flops(config: UNetConfig, split: Split) -> float:
     """unet_flops of a split's pictures, on average over their shapes."""
-    counts, tokens = np.bincount(split.shape, minlength=len(split.shapes)), split.length
+    one, tokens = len(split.shapes) == 1, split.length
+    counts = [len(split)] if one else np.bincount(split.shape, minlength=len(split.shapes))
     each = [unet_flops(config, (config.in_channels, *shape[1:]), tokens) for shape in split.shapes]
     return float(np.average(each, weights=counts))
 

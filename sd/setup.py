@@ -165,7 +165,7 @@ def describe_data(data: Data, settings: dict, say):
     train, val = data.train, data.val
     say(f"data: {len(train):,} training and {len(val):,} held-out pictures; {train.missing + val.missing:,} without a "
         f"latent, {train.unreadable:,} unreadable latent files")  # fmt: skip
-    if train.first is not None:
+    if train.several:
         say(f"captions: {len(train.ids):,} of the {len(train):,} training pictures; each showing draws one")
     names = [s.name for s in parse_sources(settings)]
     empty = [name for name, n in zip(names, data.val.sizes) if n == 0]
