@@ -42,7 +42,7 @@ class FakeSplit:
     def __init__(self, n: int, shape=(4, 2, 2), moments=False):
         self.ids, self.moments = np.arange(n * 3, dtype=np.uint16).reshape(n, 3) + 1, moments
         self.latent_shape, self.shape, self.flipped = shape, np.zeros(n, int), True
-        self.first, self.token_ids = None, lambda index, turn=0.0: self.ids[index].astype(np.int64)
+        self.several, self.token_ids = False, lambda index, turn=0.0: self.ids[index].astype(np.int64)
         self.keys = pa.chunked_array([[f"s/{i}" for i in range(n)]])
 
     def __len__(self):
