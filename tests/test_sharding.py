@@ -3,9 +3,11 @@ are forked and share gradients by gloo; where fused kernels run, through Triton'
 
 import json
 import pickle
+import shutil
 import sys
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -125,13 +127,25 @@ def test_a_sharded_run_is_the_same_to_the_bit(name, data, tmp_path):
     assert saved["settings"]["shard"] is True and saved["settings"]["channels_last"] == ("--channels_last" in more)
 
 
-@pytest.mark.parametrize("world, cut", [(1, True), (2, False), (3, True), (4, True)])
-def test_it_goes_on_in_other_numbers_of_processes(world, cut, data, tmp_path):
-    """From the checkpoint of two processes with --shard: bit for bit as from that of two without."""
-    more = ("--max_steps", 8, "--save_steps", 4, "--val_steps", 4)
+GO_ON = ("--max_steps", 8, "--save_steps", 4, "--val_steps", 4)
+
+
+@pytest.fixture(scope="module")
+def stopped(data, tmp_path_factory) -> Path:
+    """Runs of two processes, whole and cut, that stopped at step 4."""
+    folder = tmp_path_factory.mktemp("stopped")
     for name, flag in (("whole", ()), ("cut", ("--shard",))):
-        train(data, tmp_path / name, *more, "--batch", 6, "--stop_at", 4, *flag, world=2)
-    assert differences(tmp_path / "whole", tmp_path / "cut", settings=False) == []
+        train(data, folder / name, *GO_ON, "--batch", 6, "--stop_at", 4, *flag, world=2)
+    assert differences(folder / "whole", folder / "cut", settings=False) == []
+    return folder
+
+
+@pytest.mark.parametrize("world, cut", [(1, True), (2, False), (3, True)])
+def test_it_goes_on_in_other_numbers_of_processes(world, cut, data, stopped, tmp_path):
+    """From the checkpoint of two processes with --shard: bit for bit as from that of two without."""
+    more = GO_ON
+    for name in ("whole", "cut"):
+        shutil.copytree(stopped / name, tmp_path / name)
     batch = ("--batch", 12 // world)
     train(data, tmp_path / "whole", *more, *batch, "--resume", world=world)
     train(data, tmp_path / "cut", *more, *batch, "--resume", "--shard" if cut else "--no_shard", world=world)
@@ -224,6 +238,54 @@ def test_each_process_holds_its_part_alone(optimizer):
     assert [sum(h) for h in zip(*(held for held, *_ in found))] == pytest.approx(all_held, rel=0.01)
 
 
+class Kept:
+    """What gather() needs of a RunFolder."""
+
+    saver = SimpleNamespace(wait=lambda: None)
+
+    @staticmethod
+    def to_host(value, name):
+        return value.clone()
+
+
+def test_state_is_cut_and_put_together_again_bit_for_bit():
+    """8-bit moments whose tensor is cut between its blocks, and averages with zeros of both signs and NaN of odd bits;
+    and what lies otherwise than its weight is cut as the weight is."""
+
+    def rank(r):
+        small_units()
+        torch.manual_seed(0)
+        net = Two()
+        ema = sd.setup.average_of(net)
+        optimizer = sd.optim.make_optimizer(net, settings_of("--optimizer", "adamw8bit"))
+        for state in optimizer.state.values():
+            for x in state.values():
+                x.copy_(torch.randint(0, 256, x.shape) if x.dtype == torch.uint8 else torch.randn(x.shape))
+        for p in ema.parameters():
+            bits = torch.randint(-(2**31), 2**31, p.shape, dtype=torch.int32)
+            p.data.copy_(torch.where(bits % 3 == 0, -0.0, bits.view(torch.float32)))
+        number = [p for group in optimizer.param_groups for p in group["params"]]
+        whole = [{k: x.clone() for k, x in optimizer.state[p].items()} for p in number]
+        wanted = {p: average.detach().clone() for p, average in sd.setup.averages_of(net, ema).items()}
+        shard = sd.sharding.Shard(optimizer, sd.setup.averages_of(net, ema), Place(CPU, r, 2, r))
+        i = number.index(net.conv.weight)
+        begin, end = shard.spans[i]
+        assert (begin, end) != (0, net.conv.weight.numel()) and begin % 256 == 0
+        x = torch.randn(net.conv.weight.shape)  # contiguous, as the weight is not
+        assert torch.equal(shard.part(i, x), x.permute(0, 2, 3, 1).flatten()[begin:end])
+        shard.gather(Kept if r == 0 else None)
+        if r:
+            return pickle.dumps(shard.gathered)
+        state, averages = shard.gathered
+        same = [torch.equal(state["state"][n][k], x) for n, own in enumerate(whole) for k, x in own.items()]
+        same += [torch.equal(averages[p].view(torch.int32), x.view(torch.int32)) for p, x in wanted.items()]
+        return pickle.dumps(same)
+
+    shown = BytesIO(micro.fork_ranks(rank))
+    same, others = pickle.load(shown), pickle.load(shown)
+    assert all(same) and len(same) == 2 * 4 + 2 + 4 and others is None
+
+
 def test_the_estimate_of_memory_knows_it(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4"), monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     denoiser = sd.objective.Denoiser(SD_Model.UNet(SD_Model.PRESETS["micro"]["unet"]), None)
@@ -232,6 +294,7 @@ def test_the_estimate_of_memory_knows_it(monkeypatch):
     assert (whole["optimizer"], whole["EMA"]) == (8 * numbers, 4 * numbers)
     assert (cut["optimizer"], cut["EMA"]) == (2 * numbers, numbers)
     assert whole["peak"] - cut["peak"] == 9 * numbers
+    assert sd.step.updates_parts(settings_of()) and not sd.step.updates_parts(settings_of("--shard"))
     assert sd.plan.checkpoint_bytes(settings_of("--shard"), denoiser) == 16 * numbers  # of the whole
 
 
@@ -262,7 +325,7 @@ def fused_network():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its processes have no GPU each")
 @pytest.mark.parametrize(
     "optimizer, net, dtype, shape", [("adamw", Two, "fp32", (2, 16, 5, 5)), ("adamw8bit", Two, "fp32", (2, 16, 5, 5)),
-                                     ("sgd", fused_network, "bf16", (2, 4, 8, 8))]
+                                     ("sgd", fused_network, "bf16", (1, 4, 4, 4))]
 )  # fmt: skip
 def test_updates_of_parts_with_fused_kernels(optimizer, net, dtype, shape):
     """The pass over memory of NVIDIA GPUs, and the bf16 copies that blocks multiply with: weights, averages, norms and
@@ -285,7 +348,7 @@ def test_updates_of_parts_with_fused_kernels(optimizer, net, dtype, shape):
             for step in range(2 if net is fused_network else 4):
                 torch.manual_seed(100 * step + r)
                 with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
-                    out = denoiser(torch.randn(shape), torch.zeros(2), torch.randn(2, micro.LENGTH, 16))
+                    out = denoiser(torch.randn(shape), torch.zeros(shape[0]), torch.randn(shape[0], micro.LENGTH, 16))
                 out.float().square().sum().backward()
                 update.shared.finish()
                 norms.append(update(1e-2, 0.5, 0.5))
