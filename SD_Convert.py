@@ -33,7 +33,7 @@ from sd.errors import InputError, run
 from sd.weights.lora import is_lora, names_its_model, read_lora, text_shapes
 from sd.weights.lora_write import base_for, joined, save_diffusers_lora, save_kohya, save_native_lora
 from sd.weights.merge import averaged, cast_error, split_weight, with_loras
-from sd.weights.read import Model, load_text_encoder, load_vae, open_model
+from sd.weights.read import Model, load_text_encoder, load_vae, null_of, open_model
 from sd.weights.write import save_diffusers, save_ldm, save_native
 from SD_Model import VAE
 
@@ -153,7 +153,8 @@ def convert_model(args, out: Path) -> tuple[list[str], str]:
         if args.vae is not None:
             model.vae = given_vae
         if args.text_encoder is not None:
-            model.text_encoder = lambda: load_text_encoder(args.text_encoder, args.tokenizer, model.text_length)
+            given = args.text_encoder, args.tokenizer, model.text_length
+            model.text_encoder = lambda: null_of(load_text_encoder(*given), model.null)
         if args.average:
             others = [split_weight(word, "--average") for word in args.average]
             others = [(open_model(path, which, args.prediction, args.zero_terminal_snr), w) for path, w in others]
@@ -163,6 +164,11 @@ def convert_model(args, out: Path) -> tuple[list[str], str]:
         if (args.average or args.lora) and dtype.is_floating_point:
             remarks.append(cast_error(model, dtype))
         print(model.found)
+        if model.null == "zeros" and args.format != "native":
+            raise InputError(
+                f"{args.source} has zeros as its null condition, and other programs steer away from the encoding of an "
+                "empty text, which it never saw: use --format native"
+            )
         return model
 
     ema = opened("ema") if weights != "live" else None

@@ -37,12 +37,20 @@ from tqdm import tqdm
 
 from sd.bulk import Bulk
 from sd.cli import parser
-from sd.device import DTYPES, find_ranks, layout, own_device, pick_device, usual_dtype
+from sd.device import DTYPES, find_ranks, own_device, pick_device, usual_dtype
 from sd.errors import InputError, run
 from sd.fused import FusedUNet, apply
-from sd.graphs import Graphed
 from sd.output import Output
-from sd.painting import decode_each, encode_pairs, fast, load_picture, make_sampler, sample_batches, sampler_options
+from sd.painting import (
+    at_full_speed,
+    encode_pairs,
+    encoded_at_once,
+    fast,
+    load_picture,
+    make_sampler,
+    paint_batches,
+    sampler_options,
+)
 from sd.pictures import check_side
 from sd.pnginfo import read_settings
 from sd.prompts import (
@@ -59,7 +67,7 @@ from sd.samplers import SAMPLERS
 from sd.speed import sampling_benchmark
 from sd.weights.lora import is_lora, names_its_model
 from sd.weights.merge import with_loras
-from sd.weights.read import Model, load_text_encoder, load_vae, open_model
+from sd.weights.read import Model, load_text_encoder, load_vae, null_of, open_model
 from SD_Model import weights_hash
 
 
@@ -236,7 +244,8 @@ def open_for(args) -> Model:
     if args.vae is not None:
         model.vae = lambda: load_vae(args.vae, args.weights)
     if args.text_encoder is not None:
-        model.text_encoder = lambda: load_text_encoder(args.text_encoder, args.tokenizer, model.text_length)
+        given = args.text_encoder, args.tokenizer, model.text_length
+        model.text_encoder = lambda: null_of(load_text_encoder(*given), model.null)
     if args.lora:
         model, loras = with_loras(model, args.lora, args.weights)
         for (lora, _), sha256 in zip(loras, args.lora_hashes):
@@ -322,32 +331,21 @@ def paint(args, rows: list[dict], output: Output | Bulk | None):
                   (("unet", unet), ("vae", vae), ("text_encoder", text_encoder.model))}  # fmt: skip
         texts = hashlib.sha256(json.dumps(jobs).encode()).hexdigest()
         output.claim({"jobs": texts, "dtype": str(dtype), "weights_hash": hashes} | about)
-    unet = fast(unet, device, dtype)
-    if isinstance(unet, FusedUNet):
-        unet, vae = Graphed(unet), apply(vae)
-    vae = vae.to(device, dtype, memory_format=layout(device))
+    unet, vae = at_full_speed(unet, vae, device, dtype)
     bar = tqdm(total=output.count * args.steps, desc="sampling", unit="step", disable=bulk)
 
     def painted(jobs: list[dict], wanted: set[int] | None = None):
         """The jobs' pictures, in batches: index, uint8 RGB [H, W, 3], and what it says about itself."""
         contexts, nulls = encode_jobs(text_encoder, jobs, args)
-        for part, latents in sample_batches(
-            unet, contexts, nulls, [j["seed"] for j in jobs], shape, sampler=sampler, steps=args.steps, cfg=args.cfg,
-            batch=args.batch, device=device, watch=bar.update, rescale=args.cfg_rescale, init=init, wanted=wanted,
+        for i, image in paint_batches(
+            unet, vae, contexts, nulls, [j["seed"] for j in jobs], shape, sampler=sampler, steps=args.steps,
+            cfg=args.cfg, batch=args.batch, device=device, dtype=dtype, watch=bar.update, rescale=args.cfg_rescale,
+            init=init, wanted=wanted,
         ):  # fmt: skip
-            pictures, reason = decode_each(vae, latents, device, dtype)
-            failed = []
-            for i, image in zip(part, pictures):
-                if image is not None:
-                    long = len(contexts[i]) > text_encoder.max_length
-                    padded = {"padded": True} if long and args.long_prompts == "padded" else {}
-                    yield i, image, jobs[i] | about | padded
-                else:
-                    failed.append(jobs[i]["seed"])
-            if failed:
-                raise InputError(f"the picture of seed {failed[0]} failed: {reason}")
+            long = len(contexts[i]) > text_encoder.max_length
+            yield i, image, jobs[i] | about | ({"padded": True} if long and args.long_prompts == "padded" else {})
 
-    window = args.batch * max(1, 64 // args.batch)  # prompts encoded at once: memory does not grow with their number
+    window = encoded_at_once(args.batch)
     try:
         if bulk:
             return output.paint(lambda i: job(rows, args, i), painted, window)

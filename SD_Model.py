@@ -573,6 +573,7 @@ class TextEncoder(nn.Module):
         if type(asked) not in (int, float) or not asked >= 3:  # start, a token, end
             raise InputError(f"a tokenizer wants a model_max_length of at least 3, found {asked!r}")
         self.max_length = int(min(self.MAX_LENGTH, asked))
+        self.null_tokens = ()  # of guide_from_zeros
         self.masked = model.config.model_type not in ("clip", "clip_text_model")
         takes = hasattr(
             sys.modules[type(model).__module__], "create_bidirectional_mask"
@@ -646,6 +647,11 @@ class TextEncoder(nn.Module):
         self.max_length = self.tokenizer.model_max_length = length
         return self
 
+    def guide_from_zeros(self) -> "TextEncoder":
+        """The context of "" is zeros from here on: of ids that are start, end and padding alone. Returns itself."""
+        self.null_tokens = tuple(self.tokenize([""]).unique().tolist())
+        return self
+
     def without_head(self) -> "TextEncoder":
         """Drops what BERT and its kin have behind the last hidden state (their pooler): no loss would train it. Returns
         itself. A frozen encoder keeps its head, so that its weights' hash stays."""
@@ -675,7 +681,11 @@ class TextEncoder(nn.Module):
                 mask = mask[:, None, None].expand(-1, -1, ids.shape[1], -1)  # [B, 1, T, T]
             else:
                 mask = mask.long()
-        return self.model(input_ids=ids, attention_mask=mask).last_hidden_state
+        states = self.model(input_ids=ids, attention_mask=mask).last_hidden_state
+        if self.null_tokens:
+            empty = torch.stack([ids == token for token in self.null_tokens]).any(dim=0).all(dim=1)  # [B]
+            states = states.masked_fill(empty[:, None, None], 0.0)
+        return states
 
     def encode(self, texts: list[str]) -> torch.Tensor:
         """Texts -> context [B, max_length, context_dim] on the model's device. "" is the null condition."""

@@ -126,6 +126,7 @@ DEFAULTS = dict(
     dtype=None, channels_last=None, save_steps=1000, keep_last=3, keep_every=0,
     val_steps=500, val_images=256, sample_steps=1000, sample_prompts=None, sample_cfg=7.5, log_steps=10,
     max_skipped=10, wandb="auto",
+    null="empty",
     optimizer="adamw", weights_dtype="fp32", no_ema=False,
     lora=None, lora_alpha=None, lora_conv=None, lora_targets="transformer",
     pictures=None, captions=None, caption=None, caption_encoding=None, regularise=None, index=None, strict=False,
@@ -265,6 +266,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--gamma", type=float, help="of min_snr and min_snr_plus_1; 0: no weighting")
     g.add_argument("--offset_noise", type=float, help="standard deviation of a constant noise a channel, say 0.1")
     g.add_argument("--drop", type=float, help="share of captions replaced by the empty one")
+    g.add_argument("--null", choices=["empty", "zeros"], help="what stands for the empty caption, in training and in "
+                   "guidance: its encoding, or zeros")  # fmt: skip
 
     g = p.add_argument_group("speed and memory")
     g.add_argument("--device", help="cuda, mps or cpu (default: the best there is)")
@@ -411,6 +414,8 @@ def resolve(args, saved: dict | None) -> dict:
         raise InputError(
             "--zero_terminal_snr wants --prediction v: where no signal is left, the noise says nothing of it"
         )
+    if settings["null"] == "zeros" and not (settings["drop"] or saved or args.init_from):
+        raise InputError("--null zeros wants --drop above 0: guidance would steer away from what training never saw")
     if (settings["dataset"] is None) != (settings["latents"] is None):
         raise InputError("--dataset and --latents name one source together: give both, or --data_root alone")
     check_settings(settings, {name for name, value in vars(args).items() if value is not None})

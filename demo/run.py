@@ -8,8 +8,6 @@ when all is done it says so. Everything lies in runs/demo; `make clean_demo` rem
 """
 
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,8 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from demo import evaluate  # noqa: E402
+from demo.stages import Stage, Stages  # noqa: E402
 from sd.cli import parser  # noqa: E402
-from sd.errors import InputError, run  # noqa: E402
+from sd.errors import run  # noqa: E402
 from sd.files import atomic_write  # noqa: E402
 from sd.pictures import read_numbered  # noqa: E402
 from sd.shapes import shape_prompts  # noqa: E402
@@ -34,8 +33,8 @@ TRAINING = (
 SAMPLING = "--sampler dpmpp_2m --steps 12 --cfg 3 --batch 128".split()
 
 
-def stages(out: Path, make_vae: bool) -> dict[str, list[list[str]]]:
-    """Stage name -> command lines, in order."""
+def stages(out: Path, make_vae: bool) -> list[Stage]:
+    """All of them, in order."""
     source = out / "data" / "shapes"
     images, tokenizer = source / "images", source / "tokenizer"
     colourful = out / "data" / "any_colour"  # of many colours, an autoencoder's outlines are cleaner
@@ -71,15 +70,7 @@ def stages(out: Path, make_vae: bool) -> dict[str, list[list[str]]]:
     }  # fmt: skip
     if not make_vae:
         del commands["train a VAE"]
-    return {name: [[str(word) for word in line] for line in lines] for name, lines in commands.items()}
-
-
-def run_stage(name: str, lines: list[list[str]]):
-    for line in lines:
-        print(f"\n$ python {' '.join(line)}", flush=True)
-        done = subprocess.run([sys.executable, *line], cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"})
-        if done.returncode:
-            raise SystemExit(f"error: stage '{name}' ended with status {done.returncode}; mend it and run again")
+    return [Stage(name, [[str(word) for word in line] for line in lines]) for name, lines in commands.items()]
 
 
 def measure(out: Path) -> dict:
@@ -119,38 +110,19 @@ def main():
     g.add_argument("--make_vae", action="store_true", help="train the autoencoder anew instead of using demo/vae")
     args = p.parse_args()
     out = Path(args.out)
-    plan = stages(out, args.make_vae)
-    state_file = out / "demo.json"
-    state = {"plan": plan, "done": [], "seconds": 0.0}
-    if state_file.exists():
-        state = json.loads(state_file.read_text())
-        if state["plan"] != plan:
-            raise InputError(
-                f"{out} was made by another version of this demo; remove it (make clean_demo) and run again"
-            )
-        print(f"going on with {out}: done are {', '.join(state['done']) or 'no stages'}")
     out.mkdir(parents=True, exist_ok=True)
     atomic_write(out / "prompts.jsonl", "".join(
         json.dumps(row) + "\n" for row in shape_prompts("held_out", EVALUATED, seed=0)))  # fmt: skip
-    for i, (name, lines) in enumerate(plan.items(), 1):
-        if name in state["done"]:
-            continue
-        print(f"\n=== {i} of {len(plan)}: {name} " + "=" * 60, flush=True)
-        started = time.time()
-        run_stage(name, lines)
-        state["seconds"] += time.time() - started
-        state["done"].append(name)
-        atomic_write(state_file, json.dumps(state, indent=1))
-        print(f"--- {name}: {time.time() - started:.0f} s", flush=True)
-    if "result" not in state:
-        started = time.time()
-        state["result"] = measure(out)
-        state["seconds"] += time.time() - started
-        state["result"]["minutes"] = round(state["seconds"] / 60, 2)
-        atomic_write(state_file, json.dumps(state, indent=1))
-    else:
-        print(f"the demo is done already; everything is in {out}")
-    if report(out, state["result"]):
+    runner, plan = Stages(out / "stages.json"), stages(out, args.make_vae)
+    if runner.done:
+        whole = len(runner.done) == len(plan)
+        print(f"the demo is done already; everything is in {out}" if whole else
+              f"going on with {out}: done are {', '.join(runner.done)}")  # fmt: skip
+    seconds = runner.run(plan)
+    started = time.time()
+    result = measure(out)
+    result["minutes"] = round((sum(seconds.values()) + time.time() - started) / 60, 2)
+    if report(out, result):
         raise SystemExit(1)
 
 

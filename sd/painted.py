@@ -8,14 +8,19 @@ from pathlib import Path
 
 import torch
 
-from sd.device import DTYPES, Place, layout
+from sd.device import DTYPES, Place
 from sd.errors import InputError
 from sd.features import PictureSet, together
 from sd.files import claim_folder, make_writable, write_manifest
-from sd.fused import FusedUNet, apply
-from sd.graphs import Graphed
 from sd.output import save_png
-from sd.painting import decode_each, encode_pairs, fast, make_sampler, sample_batches, sampler_options
+from sd.painting import (
+    at_full_speed,
+    encode_pairs,
+    encoded_at_once,
+    make_sampler,
+    paint_batches,
+    sampler_options,
+)
 from sd.prompts import check_seed, check_text, read_prompts
 from sd.samplers import SAMPLERS
 from sd.weights.read import Model
@@ -128,31 +133,24 @@ def paint_numbers(folder: Path, numbers: list[int], model, how: Painting, about:
     """Paint the pictures of these numbers, each batch saved as soon as it is done. parts: UNet, VAE, text encoder;
     shape: latent channels, and pixels a latent."""
     device, dtype = place.device, DTYPES[how.dtype]
-    unet, vae, text_encoder = parts
     z, factor = shape
-    text_encoder = text_encoder.to(device, dtype)
-    unet = fast(unet, device, dtype)
-    if isinstance(unet, FusedUNet):
-        unet, vae = Graphed(unet), apply(vae)
-    vae = vae.to(device, dtype, memory_format=layout(device))
+    text_encoder = parts[2].to(device, dtype)
+    unet, vae = at_full_speed(*parts[:2], device, dtype)
     sampler = make_sampler(how.sampler, model.schedule, model.sampling)
-    window = how.batch * max(1, 64 // how.batch)  # prompts encoded at once
+    window = encoded_at_once(how.batch)
     try:
         with progress(len(numbers), f"painting {folder.parent.name}", "img") as bar:
             for start in range(0, len(numbers), window):
                 part = numbers[start : start + window]
                 prompts = [how.prompts[i % len(how.prompts)] for i in part]
                 contexts, nulls = encode_pairs(text_encoder, prompts, [""] * len(part))
-                for places, latents in sample_batches(
-                    unet, contexts, nulls, [how.seed + i for i in part], (z, how.size // factor, how.size // factor),
-                    sampler=sampler, steps=how.steps, cfg=how.cfg, batch=how.batch, device=device,
+                for k, picture in paint_batches(
+                    unet, vae, contexts, nulls, [how.seed + i for i in part],
+                    (z, how.size // factor, how.size // factor), sampler=sampler, steps=how.steps, cfg=how.cfg,
+                    batch=how.batch, device=device, dtype=dtype,
                 ):  # fmt: skip
-                    pictures, reason = decode_each(vae, latents, device, dtype)
-                    if reason is not None:
-                        raise InputError(f"a picture of {folder} failed: {reason}")
-                    for k, picture in zip(places, pictures):
-                        own = {"prompt": prompts[k], "negative": "", "seed": how.seed + part[k]}
-                        save_png(folder / f"{part[k]:06d}.png", picture, own | about)
-                        bar.update()
+                    own = {"prompt": prompts[k], "negative": "", "seed": how.seed + part[k]}
+                    save_png(folder / f"{part[k]:06d}.png", picture, own | about)
+                    bar.update()
     except torch.OutOfMemoryError:
         raise InputError(f"--batch {how.batch} is too much for {device}'s memory: give a smaller one") from None

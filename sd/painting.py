@@ -12,7 +12,8 @@ from PIL import Image, ImageOps
 from sd.data import Split, validation_index
 from sd.device import layout
 from sd.errors import InputError
-from sd.fused import apply, settle
+from sd.fused import FusedUNet, apply, settle
+from sd.graphs import Graphed
 from sd.kernels import available
 from sd.objective import Denoiser, in_autocast
 from sd.output import save_png
@@ -26,6 +27,20 @@ def fast(unet, device: torch.device, dtype: torch.dtype):
     """A UNet on its device to sample from, its weights final, with the fused kernels where they run."""
     unet = unet.to(device, dtype, memory_format=layout(device))
     return settle(apply(unet)) if available(device) else unet
+
+
+def at_full_speed(unet, vae, device: torch.device, dtype: torch.dtype) -> tuple:
+    """A UNet and a VAE on their device to paint with, their weights final: fused, the UNet's passes as CUDA graphs,
+    where the kernels run."""
+    unet = fast(unet, device, dtype)
+    if isinstance(unet, FusedUNet):
+        unet, vae = Graphed(unet), apply(vae)
+    return unet, vae.to(device, dtype, memory_format=layout(device))
+
+
+def encoded_at_once(batch: int) -> int:
+    """How many prompts are encoded together: whole batches, so that memory does not grow with the prompts' number."""
+    return batch * max(1, 64 // batch)
 
 
 def initial_noise(seeds: list[int], shape: tuple[int, int, int]) -> torch.Tensor:
@@ -198,6 +213,17 @@ def decode_each(vae, latents: torch.Tensor, device, dtype) -> tuple[list, InputE
         if len(latents) == 1:
             return [None], e
         return [decode_each(vae, x[None], device, dtype)[0][0] for x in latents], e
+
+
+def paint_batches(unet, vae, contexts, null_contexts, seeds, shape, *, device, dtype, **options):
+    """sample_batches' pictures decoded: yields the index and the uint8 RGB [H, W, 3] of each as its batch is done.
+    InputError for one that fails, behind the others of its batch."""
+    for part, latents in sample_batches(unet, contexts, null_contexts, seeds, shape, device=device, **options):
+        pictures, reason = decode_each(vae, latents, device, dtype)
+        yield from ((i, picture) for i, picture in zip(part, pictures) if picture is not None)
+        if reason is not None:
+            failed = next(i for i, picture in zip(part, pictures) if picture is None)
+            raise InputError(f"the picture of seed {seeds[failed]} failed: {reason}")
 
 
 def sample_prompts(settings: dict, split: Split) -> list[str]:

@@ -179,7 +179,8 @@ def feed(
     """Steps begin, begin + 1, ... without end. A thread chooses pictures and makes noise for `ahead` steps; the device
     is not waited for. batches: pictures a step of each size. latent: channels and factor of the autoencoder."""
     channels, factor = latent
-    pinned = torch.device(device).type == "cuda"
+    device = torch.device(device)
+    pinned = device.type == "cuda"
 
     def make(step: int) -> tuple:
         which, turn = step % len(sets), step // len(sets)
@@ -191,7 +192,8 @@ def feed(
         noise = step_noise(seed, step, (batch, channels, side, side))
         return which, *(t.pin_memory() if pinned else t for t in (chosen, noise))
 
-    here = {"initializer": torch.cuda.set_device, "initargs": (device,)} if pinned else {}  # each thread has its own
+    # Each thread has a current GPU of its own, the first one unless it is told; "cuda" alone has no index to tell.
+    here = {"initializer": torch.cuda.set_device, "initargs": (device,)} if pinned and device.index is not None else {}
     with ThreadPoolExecutor(1, **here) as thread:
         waiting = deque(thread.submit(make, begin + i) for i in range(ahead))
         try:

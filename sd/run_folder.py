@@ -81,6 +81,8 @@ class RunFolder:
                 "vae": "vae" if small else {"path": absolute(vae_name), "hash": data.vae["hash"]},
             },
         }
+        if settings["null"] != "empty":
+            self.beside["model"]["null"] = settings["null"]
         if trained.base:  # whose weights are not in the checkpoint
             self.beside["model"]["base"] = trained.base
         self.decides = {"global_batch": plan.global_batch, "data": data.hashes, "inputs": inputs,

@@ -28,6 +28,7 @@ from sd.weights.read import (
     load_vae,
     named_text_encoder,
     newest_checkpoint,
+    null_of,
     open_model,
 )
 from SD_Model import PRESETS, TextEncoder, UNet, weights_hash
@@ -50,6 +51,7 @@ def load_text_encoder(settings: dict, checkpoint: Path | None, init_from: str | 
             f"{encoder.context_dim}: name another encoder, or for a new network add --unet "
             f"context_dim={encoder.context_dim}"
         )
+    encoder = null_of(encoder, settings["null"])
     return encoder.without_head() if settings["train_text_encoder"] else encoder
 
 
@@ -194,16 +196,21 @@ def make_denoiser(unet: UNet, text_encoder: TextEncoder | None, settings: dict) 
     return denoiser
 
 
-def open_weights(path, weights: str, net: Denoiser, prediction: str, vae_hash: str) -> Model:
+def open_weights(path, weights: str, net: Denoiser, settings: dict, vae_hash: str) -> Model:
     """A model's weights, 'live' or 'ema', into a Denoiser. InputError if they do not fit the run."""
     source = open_model(path, weights=weights)
     config, state = source.unet_state()
     if config != net.unet.config:
         raise InputError(f"{path} holds a UNet of {config}, and the preset wants {net.unet.config}")
-    if source.schedule.prediction != prediction:
+    if source.schedule.prediction != settings["prediction"]:
         raise InputError(
-            f"{path} predicts {source.schedule.prediction}, and this run {prediction}; add --prediction "
+            f"{path} predicts {source.schedule.prediction}, and this run {settings['prediction']}; add --prediction "
             f"{source.schedule.prediction}"
+        )
+    if source.null != settings["null"]:
+        raise InputError(
+            f"{path} was trained with the null condition {source.null}, and this run has {settings['null']}; add "
+            f"--null {source.null}"
         )
     if source.lineage.get("vae", vae_hash) != vae_hash:
         raise InputError(
@@ -230,7 +237,7 @@ def open_base(args, denoiser: Denoiser, settings: dict, vae_hash: str, checkpoin
         if not paths:
             raise InputError(base_gone(checkpoint, before["path"]))
     for path in paths:
-        source = open_weights(path, weights, denoiser, settings["prediction"], vae_hash)
+        source = open_weights(path, weights, denoiser, settings, vae_hash)
         found = {"path": absolute(str(path)), "weights": weights, "hash": weights_hash(denoiser.unet)}
         if before is None or found["hash"] == before["hash"]:
             break
@@ -242,11 +249,11 @@ def open_base(args, denoiser: Denoiser, settings: dict, vae_hash: str, checkpoin
     return found, lineage
 
 
-def init_weights(args, denoiser: Denoiser, ema: Denoiser, prediction: str, vae_hash: str, say) -> list[dict]:
+def init_weights(args, denoiser: Denoiser, ema: Denoiser, settings: dict, vae_hash: str, say) -> list[dict]:
     """Weights of --init_from into live and EMA; returns the lineage that the new run continues."""
     wanted = {"same": ("live", "ema"), "ema": ("ema", "ema"), "live": ("live", "live")}[args.init_weights]
     for net, weights in list(zip((denoiser, ema), wanted))[: 1 if ema is denoiser else 2]:
-        source = open_weights(args.init_from, weights, net, prediction, vae_hash)
+        source = open_weights(args.init_from, weights, net, settings, vae_hash)
     say(source.found)
     lineage = source.lineage.get("lineage") or [{"phase": "import", "path": str(args.init_from)}]
     lineage[-1]["hash"] = weights_hash(ema.unet)  # of the parent's weights, so that it can be found again
@@ -294,7 +301,7 @@ def open_trained(args, settings: dict, denoiser: Denoiser, data: Data, checkpoin
     else:
         progress = Progress(lineage=lineage)
         if args.init_from and not base:
-            progress.lineage = init_weights(args, denoiser, ema, settings["prediction"], data.vae["hash"], say)
+            progress.lineage = init_weights(args, denoiser, ema, settings, data.vae["hash"], say)
         progress.lineage.append({"phase": settings["phase"], "data": data.hashes, "images": 0,
                                  "revision": git_revision(), "torch": torch.__version__})  # fmt: skip
     shared = settings["shard"] and place.world > 1

@@ -18,6 +18,7 @@ import sd.errors  # noqa: E402
 import sd.pictures  # noqa: E402
 import sd.prompts  # noqa: E402
 import sd.shards  # noqa: E402
+from demo import sampler_steps  # noqa: E402
 from sd import drawings  # noqa: E402
 
 script = importlib.import_module("01i_emoji_styles")
@@ -371,6 +372,13 @@ def test_bad_input_ends_in_one_sentence(arguments, words, tmp_path, monkeypatch,
     assert not (tmp_path / "out").exists()
 
 
+def test_packages_that_are_all_there_are_fetched_without_npm(packages, monkeypatch, capsys):
+    monkeypatch.setattr(script.shutil, "which", lambda name: None)
+    before = sorted(path.name for path in packages.iterdir())
+    run(monkeypatch, script.main, "--packages", packages, "--fetch")
+    assert sorted(path.name for path in packages.iterdir()) == before and capsys.readouterr().err == ""
+
+
 def test_a_damaged_package_is_named(packages, tmp_path, monkeypatch, capsys):
     for path in packages.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -479,3 +487,72 @@ def test_measuring_real_pictures_and_a_whole_run(shards, tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as stop:
         run(monkeypatch, evaluate.main, *arguments)
     assert stop.value.code == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Samplers and their steps
+
+
+def test_the_fewest_steps_are_those_from_which_on_nothing_is_lost():
+    def at(**top1):
+        return {n[1:]: {"top1": p, "top5": p, "of": 100, "chance": 0.01} for n, p in top1.items()}
+
+    # of .5 the standard error is .05: .4 is just within two of it, .39 is not (its own error is .0488)
+    assert sampler_steps.fewest(at(_5=0.1, _8=0.405, _10=0.45, _20=0.5), 0.5) == 8
+    assert sampler_steps.fewest(at(_5=0.1, _8=0.39, _10=0.45, _20=0.5), 0.5) == 10
+    assert sampler_steps.fewest(at(_5=0.5, _8=0.2, _10=0.45), 0.5) == 10  # a lucky five does not count
+    assert sampler_steps.fewest(at(_5=0.1, _50=0.2), 0.5) is None
+    table = {"ema": {"heun": at(_5=0.1, _10=0.5)}, "live": {"heun": at(_10=0.2)}}
+    text = sampler_steps.as_markdown(table, None)
+    assert "| ema | heun | 0.100 / 0.100 | 0.500 / 0.500 | 10 |" in text
+    assert "| live | heun |  | 0.200 / 0.200 | more |" in text
+
+
+def test_pictures_are_painted_and_measured_once_for_each_sampler_and_number_of_steps(shards, tmp_path, monkeypatch):
+    """With a painter that knows the real drawings: from 10 steps on it paints what is asked for, before something
+    else, with live weights always something else."""
+    from PIL import Image
+
+    rows, asked = rows_of(shards), tmp_path / "prompts.jsonl"
+    prompts = evaluate.make_prompts(evaluate.read_rows(shards))
+    asked.write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    held = [p for p in prompts if p["test"] == "held_out"]
+    pairs = evaluate.plain_pairs(evaluate.read_rows(shards))
+    real = evaluate.read_pictures([pairs[p["concept"], p["style"]] for p in held])
+    assert len(rows) > len(held) > 5
+    painted, calls = [], []
+
+    def paint_folder(folder, model, source, how, place):
+        painted.append((how.weights, how.sampler, how.steps))
+        assert how.prompts == tuple(p["prompt"] for p in held) and how.cfg == 5 and how.size == 64
+        assert [how.seed + i for i in range(how.n)] == [p["seed"] for p in held]
+        folder.mkdir(exist_ok=True)
+        right = how.steps >= 10 and how.weights == "ema"
+        for i in range(how.n):
+            Image.fromarray(real[i if right else (i + 1) % len(real)]).save(folder / f"{i:06d}.png")
+
+    class Model:
+        found, size = "a model", 64
+
+    plain = sampler_steps.measure
+    monkeypatch.setattr(sampler_steps, "measure", lambda *a, **k: calls.append(k) or plain(*a, **k))
+    monkeypatch.setattr(sampler_steps, "paint_folder", paint_folder)
+    monkeypatch.setattr(sampler_steps, "open_model", lambda *_: Model())
+    monkeypatch.setattr(sampler_steps, "Extractor", Colours)
+    out = tmp_path / "out"
+    argv = ["--model", "x", "--prompts", str(asked), "--data", str(shards), "--out", str(out), "--device", "cpu",
+            "--samplers", "ddim", "heun", "--steps", "10", "5", "--weights", "ema", "live"]  # fmt: skip
+    sampler_steps.main(argv)
+    table = json.loads((out / "table.json").read_text())
+    assert len(painted) == len(set(painted)) == 8 == len(calls)
+    for sampler in ("ddim", "heun"):
+        assert table["ema"][sampler]["10"]["top1"] == 1 and table["ema"][sampler]["5"]["top1"] == 0
+        assert table["live"][sampler]["10"]["top1"] == 0
+        assert table["ema"][sampler]["10"]["of"] == len(held)
+        assert f"| ema | {sampler} | 0.000 / " in (out / "table.md").read_text()
+    assert (out / "table.md").read_text().count("| 10 |") == 2
+    sampler_steps.main(argv)
+    assert len(calls) == 8 and table == json.loads((out / "table.json").read_text())  # measured once
+    asked.write_text(json.dumps(prompts[-1]) + "\n")
+    with pytest.raises(sd.errors.InputError, match="0 held-out prompts"):
+        sampler_steps.main(argv)

@@ -669,7 +669,7 @@ def test_painting_goes_on_and_depends_on_nothing_else(trained, tmp_path, monkeyp
     for i in (2, 5, 8):
         (tmp_path / f"a/pictures/{i:06d}.png").unlink()
     calls = []
-    right = sd.painted.sample_batches
+    right = sd.painting.sample_batches
     rebind(
         sd.painting, "sample_batches", lambda *a, **k: calls.append(len(a[3])) or right(*a, **k), monkeypatch.setattr
     )

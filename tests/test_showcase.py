@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+import SD_Sweep
 from demo import showcase, stages
 from demo.stages import Stage, Stages
 from sd.errors import InputError
+from sd.sweep import read_plan, trials
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
@@ -32,6 +34,8 @@ say("begin")
 if pathlib.Path(name + ".fails").exists():
     sys.exit(3)
 time.sleep(seconds)
+while len(sys.argv) > 3 and sys.argv[3] not in log.read_text():
+    time.sleep(0.02)
 say("end")
 """
 
@@ -45,8 +49,9 @@ def root(tmp_path, monkeypatch) -> Path:
         signal.signal(s, signal.SIG_DFL)
 
 
-def work(name: str, seconds: float = 0.0, **more) -> Stage:
-    return Stage(name, [["work.py", name, str(seconds)]], **more)
+def work(name: str, seconds: float = 0.0, until: tuple[str, ...] = (), **more) -> Stage:
+    """A stage that takes so long, and until a line of that kind is in the log."""
+    return Stage(name, [["work.py", name, str(seconds), *until]], **more)
 
 
 def calls(root: Path) -> list[str]:
@@ -64,8 +69,9 @@ def test_each_stage_is_run_once_and_in_order(root):
 
 
 def test_a_stage_in_the_background_runs_beside_the_next_ones_up_to_the_one_after_it(root):
-    made = [work("drawing", 0.6, beside=True), work("encoding", 0.1, beside=True, after=("drawing",)),
-            work("training", 0.1), work("more", 0.1), work("large", after=("encoding",))]  # fmt: skip
+    made = [work("drawing", until=("end more",), beside=True),
+            work("encoding", 0.1, beside=True, after=("drawing",)),
+            work("training"), work("more"), work("large", after=("encoding",))]  # fmt: skip
     Stages(root / "stages.json").run(made)
     seen = calls(root)
     assert seen.index("end training") < seen.index("end drawing") and seen.index("end more") < seen.index("end drawing")
@@ -206,8 +212,45 @@ def test_two_networks_share_what_is_made_once(monkeypatch, capsys):
     }  # fmt: skip
 
 
+def test_an_autoencoder_that_is_there_is_not_trained_again(monkeypatch, capsys, tmp_path):
+    own, given = (planned(monkeypatch, capsys, *more)[0] for more in ((), ("--vae", str(tmp_path))))
+    left_out = {"draw a part", "train the autoencoder"}
+    assert {s.name for s in own} - {s.name for s in given} == left_out
+    encoding = [line for s in given for line in s.lines if line[0] == "encode_latents.py"]
+    assert len(encoding) == 2 and all(line[line.index("--vae") + 1] == str(tmp_path) for line in encoding)
+
+
+@pytest.mark.parametrize("name, more", [("128", ()), ("256", ("twice=1.6", "first=runs/x"))])
+def test_the_ablations_trainings_and_measures_are_ones_that_the_programs_take(name, more, monkeypatch):
+    plan = read_plan(ROOT / f"plans/showcase_{name}.json")
+    plan = SD_Sweep.fill_in(plan, ["show=/tmp/show", "minutes=0.8", *more])
+    todo, seen = trials(plan), []
+    for program, lines in (("SD_Train.py", [t.words for t in todo]), ("demo/sampler_steps.py", plan["measure"])):
+        parser = flags_of(program, monkeypatch)
+        for line in lines:
+            seen.append(parser.parse_args([w for w in line if w != program]))  # or it exits
+    trained, measured = seen[: len(todo)], seen[-1]
+    assert {t.seed for t in todo} == {0, 1} and len(todo) == {"128": 18, "256": 4}[name]
+    assert all(a.phase == f"drawings_{name}" and str(a.data_root) == "/tmp/show/data" for a in trained)
+    assert measured.weights == ["ema", "live"] and measured.steps == [20] and measured.samplers == ["dpmpp_2m"]
+    for place in plan["figures"].values():  # what they name is what sampler_steps.py writes
+        weights, sampler, steps, top = place.rpartition(":")[2].split(".")
+        assert weights in measured.weights and sampler == "dpmpp_2m" and steps == "20" and top in ("top1", "top5")
+        assert place.startswith("{out}/measured/table.json:") and str(measured.out) == "{out}/measured"
+    if name == "256":
+        assert [a.minutes for a in trained[:2]] == [1.6, 0.8] and [a.init_from for a in trained[:2]] == [None, "runs/x"]
+        return
+    plain = vars(trained[0])
+    assert {a.minutes for a in trained} == {0.8}
+    for one in trained[1 : len(todo) // 2]:  # each is the first with one thing changed
+        changed = {k for k, v in vars(one).items() if v != plain[k]}
+        assert len(changed) == 1 or changed == {"prediction", "weighting"}, changed
+    assert {a.null for a in trained} == {None, "zeros"} and {a.optimizer for a in trained} == {None, "muon"}
+
+
 @pytest.mark.parametrize(
-    "words, said", [(["--run", "data"], "--run wants a folder's name"), (["--run", "a/b"], "--run")]
+    "words, said",
+    [(["--run", "data"], "--run wants a folder's name"), (["--run", "a/b"], "--run"), (["--vae", "none"], "is not")],
 )
 def test_bad_names_are_refused(monkeypatch, words, said):
     monkeypatch.setattr(sys, "argv", ["showcase.py", "--dry_run", *words])

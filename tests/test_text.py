@@ -413,3 +413,57 @@ def test_damaged_int8_is_refused(trained, tmp_path):
     safetensors.torch.save_file(tensors, file, {KEY: FORMAT})
     with pytest.raises(InputError, match="missing out.2.weight"):
         open_model(tmp_path / "small")
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Zeros as the null condition
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def test_zeros_stand_for_the_empty_text_alone(bert, small_tokenizer):
+    config = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    for encoder in (TextEncoder.from_pretrained(str(bert)), TextEncoder.new(config, small_tokenizer)):
+        texts = ["", "red cats", "a"]
+        with torch.no_grad():
+            before = encoder.encode(texts)
+            found = encoder.guide_from_zeros().encode(texts)
+            assert before[0].abs().min() > 0 and not found[0].any()
+            assert torch.equal(found[1:], before[1:])
+            encoder.shorten(4)
+            assert not encoder.encode([""]).any() and encoder.encode(["a"]).any()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_training_and_painting_have_the_same_null(data, bert, tmp_path, trained):
+    """With every caption dropped, two text encoders give the same losses if zeros stand for them, and only then."""
+    other = shutil.copytree(bert, tmp_path / "other")
+    weights = safetensors.torch.load_file(other / "model.safetensors")
+    safetensors.torch.save_file({k: 2 * t for k, t in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    more = ["--drop", 1, *(["--train_text_encoder"] if trained else [])]
+    losses = {}
+    for name, encoder, null in (("a", bert, "zeros"), ("b", other, "zeros"), ("c", bert, "empty"), ("d", other, None)):
+        out = tmp_path / name
+        train(data, encoder, out, *more, *(["--null", null] if null else []))
+        losses[name] = [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
+        told = json.loads(next(out.glob("checkpoints/*/model.json")).read_text())
+        assert told.get("null") == ("zeros" if null == "zeros" else None)
+        opened = open_model(out)
+        found = opened.text_encoder().encode(["", "red cats"])
+        assert bool(found[0].any()) is (null != "zeros") and found[1].any()
+        assert ("its null condition is zeros" in opened.found) is (null == "zeros")
+    assert losses["a"] == losses["b"] and losses["c"] != losses["d"] and losses["a"] != losses["c"]
+
+
+def test_what_a_null_of_zeros_cannot_do_is_refused(data, bert, tmp_path):
+    assert "wants --drop above 0" in train(data, bert, tmp_path / "a", "--null", "zeros", "--drop", 0, expect=2)
+    train(data, bert, tmp_path / "zeros", "--null", "zeros")
+    begun = "--init_from", tmp_path / "zeros"
+    assert "add --null zeros" in train(data, bert, tmp_path / "b", *begun, expect=2)
+    train(data, bert, tmp_path / "c", *begun, "--null", "zeros", "--drop", 0)
+    said = train(data, bert, tmp_path / "zeros", "--null", "empty", "--max_steps", 3, "--resume", expect=2)
+    assert "cannot change on --resume" in said
+    with pytest.raises(InputError, match="use --format native"):
+        SD_Convert.main([str(tmp_path / "zeros"), str(tmp_path / "x.safetensors"), "--format", "ldm"])
+    assert not (tmp_path / "x.safetensors").exists()
+    SD_Convert.main([str(tmp_path / "zeros"), str(tmp_path / "native"), "--format", "native"])
+    assert not open_model(tmp_path / "native").text_encoder().encode([""]).any()

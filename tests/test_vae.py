@@ -465,13 +465,14 @@ def test_two_sizes_killed_and_resumed_equal_uninterrupted(both, run_of_both, tmp
     assert [[r[m] for m in measured] for r in log(out)] == [[r[m] for m in measured] for r in log(whole)]
 
 
-def test_the_feed_gives_what_belongs_to_the_step():
+@pytest.mark.parametrize("device", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+def test_the_feed_gives_what_belongs_to_the_step(device):
     """A thread works ahead, from any step on; each size has an order of its own."""
     sets = [sd.picture_sets.PictureSet(torch.arange(n).to(torch.uint8).view(n, 1, 1, 1).expand(n, s, s, 3), None, "")
             for n, s in ((10, 8), (7, 16))]  # fmt: skip
-    feed = sd.picture_sets.feed(sets, [4, 2], (4, 8), 5, 3, torch.device("cpu"))
+    feed = sd.picture_sets.feed(sets, [4, 2], (4, 8), 5, 3, torch.device(device))
     for step in range(3, 9):
-        which, pictures, noise = next(feed)
+        which, pictures, noise = (x if isinstance(x, int) else x.cpu() for x in next(feed))
         expected = sd.picture_sets.batch_indices(5, step // 2, (4, 2)[step % 2], (10, 7)[step % 2], step % 2)
         assert which == step % 2 and pictures[:, 0, 0, 0].tolist() == expected.tolist()
         assert (noise == sd.picture_sets.step_noise(5, step, ((4, 2)[which], 4, which + 1, which + 1))).all()

@@ -12,7 +12,15 @@ from sd.data import LatentStore, Split, parse_sources
 from sd.errors import InputError, short
 from sd.files import read_json
 from sd.log import read_rows
-from sd.weights.read import Model, checkpoint_folders, checkpoint_problem, load_text_encoder, load_vae, open_model
+from sd.weights.read import (
+    Model,
+    checkpoint_folders,
+    checkpoint_problem,
+    load_text_encoder,
+    load_vae,
+    null_of,
+    open_model,
+)
 from SD_Model import TextEncoder
 
 LOOKED_AT = 2048  # pictures of each split
@@ -97,7 +105,8 @@ class Case:
     def text_encoder(self) -> TextEncoder | None:
         def read():
             if self.text_name:
-                return load_text_encoder(self.text_name)
+                given = load_text_encoder(self.text_name)
+                return null_of(given, self.model.null) if self.model else given
             if self.model is None:
                 raise InputError(self.missing["model"])
             encoder = self.model.text_encoder()

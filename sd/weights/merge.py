@@ -68,6 +68,7 @@ def averaged(models: list[tuple[Model, float]]) -> Model:
         for what, a, b in (
             ("a UNet of", first.unet_config, other.unet_config),
             ("a schedule of", first.schedule.config, other.schedule.config),
+            ("the null condition", first.null, other.null),
         ):
             if a != b:
                 raise InputError(f"an average wants models that are alike, found {what} {a} and one of {b}")

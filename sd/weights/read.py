@@ -131,6 +131,14 @@ def load_text_encoder(
     return with_tokenizer(path, TextEncoder.from_pretrained(str(path)), tokenizer)
 
 
+def null_of(encoder: TextEncoder, null: str) -> TextEncoder:
+    """The encoder of a model whose null condition this is (Model.null)."""
+    if null not in ("empty", "zeros"):
+        raise InputError(f"a model's null condition is 'empty' or 'zeros', found {null!r}")
+    encoder.null_tokens = ()  # of a model that it was part of
+    return encoder.guide_from_zeros() if null == "zeros" else encoder
+
+
 def named_text_encoder(name: str) -> TextEncoder:
     """The text encoder that a run names: a transformers folder's, a hub name's, or a whole model's at a local path."""
     path = Path(name)
@@ -184,6 +192,7 @@ class Model:
     sampling: dict = field(default_factory=dict)  # spacing, offset, set_alpha_to_one, where the model names them
     size: int = 512  # pixels, of the pictures it was trained on
     text_length: int | None = None  # ids of the texts it was trained on, where the model says it
+    null: str = "empty"  # what guidance steers away from: the encoding of "", or 'zeros' (text_encoder gives them)
     lineage: dict = field(default_factory=dict)  # how it was trained, for the metadata of exports
 
     def unet_state(self) -> tuple[UNetConfig, dict[str, torch.Tensor]]:
@@ -323,7 +332,7 @@ def open_checkpoint(folder: Path, weights: str, prediction=None, zero_terminal_s
     try:
         config = config_from_dict(UNetConfig, values["unet"])
         schedule = NoiseSchedule(**values["schedule"])
-        vae, text = values["vae"], values["text_encoder"]
+        vae, text, null = values["vae"], values["text_encoder"], values.get("null", "empty")
     except (KeyError, TypeError, ValueError) as e:
         raise InputError(f"{folder / 'model.json'} is incomplete or of another version ({e!r})") from None
     name, which = "unet_ema.safetensors" if weights == "ema" else "unet.safetensors", f"{WORDS[weights]} weights"
@@ -356,7 +365,8 @@ def open_checkpoint(folder: Path, weights: str, prediction=None, zero_terminal_s
             encoder = named_text_encoder(str(own) if own.exists() else text)
         if any(name.startswith("text_encoder.") for name in adapters):
             encoder.model.load_state_dict(merged(encoder.model.state_dict(), adapters, "text_encoder"))
-        return of_length(with_tokenizer(own if own.is_dir() else text, encoder, tokenizer), values.get("text_length"))
+        encoder = with_tokenizer(own if own.is_dir() else text, encoder, tokenizer)
+        return null_of(of_length(encoder, values.get("text_length")), null)
 
     facts = [(schedule.prediction, schedule.config["zero_terminal_snr"], "model.json")]
     schedule, says = settled_schedule(folder, schedule.config, facts, prediction, zero_terminal_snr)
@@ -367,6 +377,7 @@ def open_checkpoint(folder: Path, weights: str, prediction=None, zero_terminal_s
             says,
             int8_remark(metadata),
             remark,
+            "its null condition is zeros, not the encoding of an empty text" if null == "zeros" else "",
         ),
         unet_config=config,
         tensors=lambda: unet_tensors,
@@ -376,6 +387,7 @@ def open_checkpoint(folder: Path, weights: str, prediction=None, zero_terminal_s
         sampling=values.get("sampling", {}),
         size=values.get("size", 512),
         text_length=values.get("text_length"),
+        null=null,
         lineage=state,
     )
 

@@ -265,6 +265,8 @@ def save_native(out: Path, ema: Model, live: Model, int8: bool = False, decoder_
             "text_encoder": "text_encoder",
             "vae": "vae",
         }
+        if ema.null != "empty":
+            values["null"] = ema.null
         if only:
             values["weights"] = only
         (tmp / "model.json").write_text(json.dumps(values, indent=1))

@@ -77,16 +77,16 @@ def write_dataset(folder: Path, tokenizer, keys: dict[str, list[str]]):
                                    "max_length": LENGTH, "counts": counts})  # fmt: skip
 
 
-def write_latents(folder: Path, keys: list[str], vae: dict, seed: int, shards: int = 3):
+def write_latents(folder: Path, keys: list[str], vae: dict, seed: int, shards: int = 3, size: int = SIZE):
     """Packed latents of unit variance, in shards, as encode_latents.py writes them."""
     folder.mkdir(parents=True)
-    values = np.random.default_rng(seed).standard_normal((len(keys), 4, 8, 8)).astype(np.float16)
+    values = np.random.default_rng(seed).standard_normal((len(keys), 4, size // 8, size // 8)).astype(np.float16)
     for n, rows in enumerate(np.array_split(np.arange(len(keys)), shards)):
         np.save(folder / f"{n:05d}.npy", values[rows])
         table = pa.table({"image_key": pa.array([keys[i] for i in rows], pa.string()),
                           "row": pa.array(range(len(rows)), pa.int32())})  # fmt: skip
         pq.write_table(table, folder / f"{n:05d}.parquet")
-    manifest = {"format": "latents-1", "vae": vae, "size": SIZE, "latent_shape": [4, 8, 8], "kind": "mean",
+    manifest = {"format": "latents-1", "vae": vae, "size": size, "latent_shape": list(values.shape[1:]), "kind": "mean",
                 "scaled": True, "count": len(keys), "shards": shards}  # fmt: skip
     sd.files.write_manifest(folder, manifest)
 
