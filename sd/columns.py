@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-TEXTS, LISTS = pa.large_string(), pa.large_list(pa.large_string())
+TEXTS, TEXT_LISTS = pa.large_string(), pa.large_list(pa.large_string())
 
 
 class Writer:
@@ -19,14 +19,14 @@ class Writer:
 
     def __init__(self, folder: Path, name: str, kind: pa.DataType):
         self.kind, self.count, self.bytes = kind, 0, 0
-        endings = {TEXTS: ("ends", "bytes", "valid"), LISTS: ("ends",)}.get(kind, ("values",))
+        endings = {TEXTS: ("ends", "bytes", "valid"), TEXT_LISTS: ("ends",)}.get(kind, ("values",))
         self.files = [open(folder / f"{name}.{ending}", "wb") for ending in endings]
-        self.inner = Writer(folder, f"{name}.texts", TEXTS) if kind == LISTS else None
-        if kind in (TEXTS, LISTS):
+        self.inner = Writer(folder, f"{name}.texts", TEXTS) if kind == TEXT_LISTS else None
+        if kind in (TEXTS, TEXT_LISTS):
             self.files[0].write(bytes(8))
 
     def add(self, array: pa.Array):
-        if self.kind not in (TEXTS, LISTS):
+        if self.kind not in (TEXTS, TEXT_LISTS):
             values = array.to_numpy(zero_copy_only=False)  # null becomes NaN
             self.files[0].write(np.ascontiguousarray(values, self.kind.to_pandas_dtype()))
             return
@@ -50,7 +50,7 @@ class Writer:
 
 def write_columns(folder: Path, kinds: dict[str, pa.DataType], tables: Iterable[pa.Table], about):
     """Files of all tables' rows into an empty folder, and what about() says, JSON, as the last one. kinds: of the
-    columns: numbers, TEXTS or LISTS."""
+    columns: numbers, TEXTS or TEXT_LISTS."""
     writers, rows = [Writer(folder, str(i), kind) for i, kind in enumerate(kinds.values())], 0
     try:
         for table in tables:
@@ -78,7 +78,7 @@ def _buffer(path: Path) -> pa.Buffer:
 
 
 def _column(path: Path, kind: pa.DataType, rows: int) -> pa.Array:
-    if kind == LISTS:
+    if kind == TEXT_LISTS:
         ends = pa.Array.from_buffers(pa.int64(), rows + 1, [None, _buffer(Path(f"{path}.ends"))])
         texts = Path(f"{path}.texts.ends")
         return pa.LargeListArray.from_arrays(ends, _column(Path(f"{path}.texts"), TEXTS, texts.stat().st_size // 8 - 1))

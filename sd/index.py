@@ -36,8 +36,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sd import usertext
-from sd.columns import LISTS as LISTS_OF_TEXTS
-from sd.columns import TEXTS, map_columns, write_columns
+from sd.columns import TEXT_LISTS, TEXTS, map_columns, write_columns
 from sd.errors import InputError, reading
 from sd.files import atomic_path, stamp
 from sd.folder_captions import (
@@ -515,21 +514,22 @@ def read_index(parts: list[Part], columns: list[str], where: Where | None = None
 
     The table of more than MAPPED pictures lies in files, in a folder beside the first part's index, which is made once
     for the same parts, columns and `where`, and which all processes map."""
-    kinds = {"key": TEXTS, "offset": pa.int64(), "bytes": pa.int64(), "captions": LISTS_OF_TEXTS,
+    kinds = {"key": TEXTS, "offset": pa.int64(), "bytes": pa.int64(), "captions": TEXT_LISTS,
              "fraction": pa.float64()}  # fmt: skip
     base = set(kinds)
     kinds |= {name: pa.float64() if name.startswith(COLUMN[NUMBER]) else TEXTS for name in columns}
     looked_at, fields, lacking = {*columns, *(where.columns() if where else [])}, set(), [0]
     with ThreadPoolExecutor(8) as pool:
         abouts = list(pool.map(told_by, parts))
+    changed = [part for part, about in zip(parts, abouts) if about is None]
 
     def read(number: int) -> pa.Table:
-        part, about = parts[number], abouts[number]
+        part = parts[number]
         with reading(part.index, "delete it and run the command again"):
             names = pq.read_schema(part.index).names
             table = pq.read_table(part.index, columns=[name for name in names if name in base or name in looked_at])
-        if about is None or len(table) != about["pictures"]:
-            raise InputError(f"{part.path} was changed while it was indexed: run the command again when it is finished")
+        if len(table) != abouts[number]["pictures"]:
+            raise changed_meanwhile(part)
         fields.update(names)
         if where:
             true, known = where.rows(table)
@@ -541,25 +541,27 @@ def read_index(parts: list[Part], columns: list[str], where: Where | None = None
         table = pa.table(dict(zip(kinds, arrays)))
         return table.append_column("part", pa.array(np.full(len(table), number, np.int32)))
 
-    stored, pictures = kinds | {"part": pa.int32()}, sum(about["pictures"] for about in abouts if about)
-    folder, about = None, {}
+    if changed:
+        raise changed_meanwhile(changed[0])
+    stored, pictures = kinds | {"part": pa.int32()}, sum(about["pictures"] for about in abouts)
+    folder, facts = None, {}
     if pictures > MAPPED:
         content = [[part.index.name, part.made_from] for part in parts]
         content += [list(kinds), where.text if where else None]
         name = f"columns-{hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]}"
-        told = lambda: {"fields": sorted(fields), "lacking": sum(lacking)}  # noqa: E731
-        folder = _kept_columns(parts[0].index.parent, name, stored, lambda: in_order(read, len(parts)), told)
+        folder = _kept_columns(parts[0].index.parent, name, stored, lambda: in_order(read, len(parts)),
+                               lambda: {"fields": sorted(fields), "lacking": sum(lacking)})  # fmt: skip
     if folder:
-        table, about = map_columns(folder, stored)
+        table, facts = map_columns(folder, stored)
     else:
         table = pa.concat_tables(list(in_order(read, len(parts)))).combine_chunks()
     rejects = Counter()
-    for told in abouts:
-        rejects.update(told["rejects"])
-    rejected = [tuple(row) for told in abouts for row in told["rejected"]]
-    got = [told["bytes"] for told in abouts if "bytes" in told]
-    fields.update(about.get("fields", ()))
-    index = Index(table, rejects, rejected, fields, got, pictures, about.get("lacking", sum(lacking)))
+    for about in abouts:
+        rejects.update(about["rejects"])
+    rejected = [tuple(row) for about in abouts for row in about["rejected"]]
+    got = [about["bytes"] for about in abouts if "bytes" in about]
+    fields.update(facts.get("fields", ()))
+    index = Index(table, rejects, rejected, fields, got, pictures, facts.get("lacking", sum(lacking)))
     for name, column in zip(where.fields, where.columns()) if where and pictures else ():
         if column not in fields:
             raise InputError(
@@ -567,6 +569,10 @@ def read_index(parts: list[Part], columns: list[str], where: Where | None = None
                 f"there: {field_names(index)}"
             )
     return index
+
+
+def changed_meanwhile(part: Part) -> InputError:
+    return InputError(f"{part.path} was changed while it was indexed: run the command again when it is finished")
 
 
 def in_order(function, count: int, ahead: int = 16) -> Iterator:

@@ -161,8 +161,8 @@ class Shard:
             sent = torch.zeros(max(counts), device=self.place.device)
             if views[self.place.rank]:
                 torch.cat(views[self.place.rank], out=sent[: counts[self.place.rank]])
-            found = [torch.empty_like(sent) for _ in counts]
-            dist.all_gather(found, sent)
+            found = torch.empty(len(counts), len(sent), device=self.place.device)
+            dist.all_gather_into_tensor(found, sent)
             for rank, (own, row) in enumerate(zip(views, found)):
                 if rank != self.place.rank and own:
                     torch._foreach_copy_(own, row[: counts[rank]].split([v.numel() for v in own]))
@@ -198,7 +198,8 @@ class Shard:
 
     def hide(self):
         for average in self.module.values():
-            average.data = torch.empty(0, device=self.place.device)
+            if average.numel():
+                average.data = torch.empty(0, device=self.place.device)
 
     @torch.no_grad()
     def gather(self, folder):
