@@ -161,9 +161,9 @@ class Shard:
             sent = torch.zeros(max(counts), device=self.place.device)
             if views[self.place.rank]:
                 torch.cat(views[self.place.rank], out=sent[: counts[self.place.rank]])
-            found = torch.empty(len(counts), len(sent), device=self.place.device)
+            found = torch.empty(len(counts) * len(sent), device=self.place.device)
             dist.all_gather_into_tensor(found, sent)
-            for rank, (own, row) in enumerate(zip(views, found)):
+            for rank, (own, row) in enumerate(zip(views, found.split(len(sent)))):
                 if rank != self.place.rank and own:
                     torch._foreach_copy_(own, row[: counts[rank]].split([v.numel() for v in own]))
 
