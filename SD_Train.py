@@ -67,6 +67,7 @@ from sd.sharding import check_shard
 from sd.slurm import SIGNALS, UNFINISHED
 from sd.speed import TRACED, train_benchmark, warm_up_steps
 from sd.step import MicroSteps, Update, peak_memory, wrap
+from sd.text_cache import cache_texts, check_cache
 from SD_Model import PRESETS, NoiseSchedule, count_parameters
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -133,6 +134,8 @@ DEFAULTS = dict(
     where=None, balance=None, val_fraction=None, window=0, images=None,
     crop_scale=None, crop_aspect=None, flip=False, jitter=0.0, workers=None, picture_memory=4.0,
     cache=None, cache_gib=50.0,
+    masks=False, mask_floor=0.0,
+    cache_text=None, caption_memory=4.0, encode_first=None, ema_on_cpu=False,
     health_steps=200,
     shard=False,
 )  # fmt: skip
@@ -146,7 +149,8 @@ CHANGEABLE = set(
     "dataset latents data_root dataset_name vae text_encoder tokenizer max_steps minutes epochs lr batch accumulate "
     "grad_checkpoint kernels compress_gradients peer_copies dtype channels_last save_steps keep_last keep_every "
     "val_steps val_images sample_steps sample_prompts sample_cfg log_steps max_skipped wandb "
-    "pictures captions index strict images workers picture_memory cache cache_gib health_steps shard".split()
+    "pictures captions index strict images workers picture_memory cache cache_gib health_steps "
+    "cache_text caption_memory encode_first ema_on_cpu shard".split()
 )
 TOO_MANY_SKIPPED = (
     "error: {} steps in a row had gradients that are not finite; look for NaN in the latents, lower --lr, or go on "
@@ -220,6 +224,9 @@ def parse_args(argv=None) -> argparse.Namespace:
     g.add_argument("--crop_aspect", metavar="LOW,HIGH", help="of its width to its height, as in 0.9,1.1 (default: 1)")
     g.add_argument("--flip", help="mirror half of the showings", **on)
     g.add_argument("--jitter", type=float, help="change brightness, contrast and saturation by up to this share")
+    g.add_argument("--masks", help="the loss counts where x.mask.png beside x.png is white, and not where it is black; "
+                   "pictures without one count everywhere", **on)  # fmt: skip
+    g.add_argument("--mask_floor", type=float, metavar="X", help="weight of what is black in masks, from 0 to 1")
     g.add_argument("--window", type=int, help="tars that are shuffled together, for disks that want to read in one "
                    "place; 0: all")  # fmt: skip
     g.add_argument("--index", metavar="DIR", help="folder of the index (default: .index beside tars and pictures)")
@@ -291,8 +298,22 @@ def parse_args(argv=None) -> argparse.Namespace:
                    "bf16 ones are rounded at random after each step")  # fmt: skip
     g.add_argument("--no_ema", help="no average of the weights: the live ones are saved and painted with", **on)
     g.add_argument("--fit", type=float, metavar="GIB", help="make training fit into so many GiB, where no flag says "
-                   "otherwise: --no_ema, --grad_checkpoint, --optimizer adamw8bit, --weights_dtype bf16, and smaller "
-                   "micro-batches, in that order and no more than needed (default: none of these)")  # fmt: skip
+                   "otherwise: --cache_text, --encode_first, --no_ema, --grad_checkpoint, --optimizer adamw8bit, "
+                   "--weights_dtype bf16, --ema_on_cpu where an EMA is asked for, and smaller micro-batches, in that "
+                   "order and no more than needed (default: none of these)")  # fmt: skip
+
+    g = p.add_argument_group("what need not lie on the device")
+    g.add_argument("--cache_text", help="encode each caption once, before training, and take the frozen text encoder "
+                   "off the device (default: only where --fit chooses it)", **on)  # fmt: skip
+    g.add_argument("--no_cache_text", dest="cache_text", action="store_false", default=None, help="encode captions at "
+                   "each step, whatever --fit says")  # fmt: skip
+    g.add_argument("--caption_memory", type=float, metavar="GIB", help="of the CPU's memory for these, in each process")
+    g.add_argument("--encode_first", help="encode all --pictures before training, and take the VAE off the device; "
+                   "they must be cut alike each time (default: only where --fit chooses it)", **on)  # fmt: skip
+    g.add_argument("--no_encode_first", dest="encode_first", action="store_false", default=None, help="encode each "
+                   "when it is due, whatever --fit says")  # fmt: skip
+    g.add_argument("--ema_on_cpu", help="keep the average in the CPU's memory: steps are slower by the way there, and "
+                   "the live weights are validated and painted with", **on)  # fmt: skip
 
     g = p.add_argument_group("the run")
     g.add_argument("--out", help="run folder (default: runs/<phase>)")
@@ -418,6 +439,7 @@ def resolve(args, saved: dict | None) -> dict:
         raise InputError("--null zeros wants --drop above 0: guidance would steer away from what training never saw")
     if (settings["dataset"] is None) != (settings["latents"] is None):
         raise InputError("--dataset and --latents name one source together: give both, or --data_root alone")
+    check_cache(settings)
     check_settings(settings, {name for name, value in vars(args).items() if value is not None})
     if settings["dataset"] is not None and args.dataset_name is not None:
         raise InputError("--dataset_name is of sources below --data_root: drop it, or --dataset and --latents")
@@ -462,14 +484,15 @@ def resume_command(argv: list[str]) -> str:
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def loader_of(data: Data, plan: Plan, settings: dict, null_ids, timesteps: int, place: Place, first: int, end: int):
-    """This process's micro-batches of the steps from first to end, made ahead in a thread."""
+def loader_of(data: Data, plan: Plan, settings: dict, null_ids, encoded, timesteps, place: Place, first: int, end: int):
+    """This process's micro-batches of the steps from first to end, made ahead in a thread. encoded: what a batch
+    becomes (see cache_texts)."""
 
     def batch_at(positions: np.ndarray) -> Batch:
-        return make_batch(
+        return encoded(make_batch(
             data.train, plan.order, positions, null_ids, settings["drop"], settings["seed"], timesteps,
             settings["offset_noise"],
-        )  # fmt: skip
+        ))  # fmt: skip
 
     cut = settings["batch"], settings["accumulate"], place.rank, place.world
     positions = rank_positions(first, end, plan.global_batch, *cut)
@@ -522,7 +545,7 @@ def main(argv=None):
     denoiser = make_denoiser(unet, text_encoder, settings)
     fit(args, settings, denoiser, text_encoder, device, saved is None, say)
     if settings["pictures"]:
-        data = load_pictures(settings, text_encoder, place, say)
+        data = load_pictures(settings, text_encoder, place, say, args.dry_run)
     else:
         data = load_data(settings, text_encoder, pretouch=local == 0)
         describe_data(data, settings, say)
@@ -532,21 +555,22 @@ def main(argv=None):
     plan = make_plan(args, settings, data, saved, world, say)
     unet.set_grad_checkpoint(choose_grad_checkpoint(settings, denoiser, text_encoder, device, say))
     text_of, null_ids = text_for(text_encoder, settings, device), text_encoder.tokenize([""])[0].numpy()
-    shapes, sampled = len(data.train.shapes), (data, plan, settings, null_ids, schedule.steps, place)
+    if args.dry_run:
+        return dry_run(out, settings, denoiser, text_encoder, plan, data.train, place) if place.first else None
+    encoded, text_of = cache_texts(settings, data, null_ids, text_encoder, text_of, device, say)
+    shapes, sampled = len(data.train.shapes), (data, plan, settings, null_ids, encoded, schedule.steps, place)
     if args.benchmark:
-        text_encoder.to(device).eval()
         steps = args.benchmark + warm_up_steps(args.benchmark, shapes) + (TRACED if args.trace else 0)
         loader = loader_of(*sampled, 0, steps)
         return train_benchmark(args.benchmark, settings, denoiser, schedule, place, args.trace, loader, text_of, shapes)
-    if args.dry_run:
-        return dry_run(out, settings, denoiser, text_encoder, plan, data.train, place) if place.first else None
     vae = vae_of_latents(settings, data.vae) if settings["sample_steps"] or settings["vae"] else None
     prompts = sample_prompts(settings, data.val if len(data.val) else data.train)
 
     # What training changes, and how a step changes it.
     trained = open_trained(args, settings, denoiser, data, checkpoint, saved, place, say)
     ema, progress = trained.ema, trained.progress
-    text_encoder.to(device).eval()
+    shown = denoiser if settings["ema_on_cpu"] else ema  # what is validated and painted with here
+    text_encoder.eval()
     if world > 1:
         agreed = {"the number of steps": plan.total, "settings": crc(settings)}
         check_agreement(agreed | agreed_inputs(data, inputs, checkpoint, denoiser, ema), device, world)
@@ -560,6 +584,7 @@ def main(argv=None):
     health = Health(folder and folder.log, denoiser, ema, settings, schedule, text_of, data.train, plan,
                     update.shared is not None)  # fmt: skip
     fixed = fixed_batches(data.val, data.train, settings, schedule.steps, say)
+    fixed = {split: [encoded(batch) for batch in batches] for split, batches in fixed.items()}
     say(f"settings: {json.dumps(settings)}")
     say(f"{settings['phase']}: {plan.length(settings)} ({world} x {settings['batch']} x {settings['accumulate']}); "
         f"UNet {count_parameters(unet)[1]:,} parameters; "
@@ -627,7 +652,7 @@ def main(argv=None):
             if validating or painting or saving or step == plan.first + 1:  # where whatever it lacks is seen at once
                 update.complete(validating or painting)
             if validating:
-                for weights, module in (("live", denoiser), ("ema", ema))[: 1 if ema is denoiser else 2]:
+                for weights, module in (("live", denoiser), ("ema", shown))[: 1 if shown is denoiser else 2]:
                     for split, part in fixed.items():
                         result = validate(module, settings, part, text_of, schedule, place)
                         if folder:
@@ -635,7 +660,7 @@ def main(argv=None):
                             folder.log.write("validation.jsonl", row | result)
             if folder and painting:
                 path = out / "samples" / f"step_{step:08d}.png"
-                sample_grid(path, ema, text_encoder, vae, schedule, prompts, settings, device)
+                sample_grid(path, shown, text_encoder, vae, schedule, prompts, settings, device)
                 folder.log.picture(path, step)
             update.shown()
             if folder and validating:

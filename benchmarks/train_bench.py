@@ -24,17 +24,18 @@ sys.path.insert(0, str(ROOT))
 from sd.cli import parser  # noqa: E402
 
 
-def peer_unet(size: int):
-    """The library's UNet with SD 1.5's configuration, for so many pixels a side."""
+def peer_unet(size: int, device="cuda", **changes):
+    """The library's UNet with SD 1.5's configuration, for so many pixels a side. changes: of that configuration."""
     from diffusers import UNet2DConditionModel
 
-    with torch.device("cuda"):
-        return UNet2DConditionModel(
-            sample_size=size // 8, in_channels=4, out_channels=4, layers_per_block=2, attention_head_dim=8,
-            block_out_channels=(320, 640, 1280, 1280), cross_attention_dim=768,
-            down_block_types=("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
-            up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
-        )  # fmt: skip
+    config = dict(
+        sample_size=size // 8, in_channels=4, out_channels=4, layers_per_block=2, attention_head_dim=8,
+        block_out_channels=(320, 640, 1280, 1280), cross_attention_dim=768,
+        down_block_types=("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
+        up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
+    )  # fmt: skip
+    with torch.device(device):
+        return UNet2DConditionModel(**(config | changes))
 
 
 def want_gpu():

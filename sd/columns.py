@@ -15,7 +15,8 @@ TEXTS, TEXT_LISTS = pa.large_string(), pa.large_list(pa.large_string())
 
 
 class Writer:
-    """Appends arrays of one type to a column's files. Texts may be null, numbers are NaN instead, lists are neither."""
+    """Appends arrays of one type to a column's files. Texts may be null; numbers are NaN instead,
+    or -1 if they are whole, and lists are neither."""
 
     def __init__(self, folder: Path, name: str, kind: pa.DataType):
         self.kind, self.count, self.bytes = kind, 0, 0
@@ -27,6 +28,8 @@ class Writer:
 
     def add(self, array: pa.Array):
         if self.kind not in (TEXTS, TEXT_LISTS):
+            if pa.types.is_integer(self.kind):
+                array = array.fill_null(-1)
             values = array.to_numpy(zero_copy_only=False)  # null becomes NaN
             self.files[0].write(np.ascontiguousarray(values, self.kind.to_pandas_dtype()))
             return

@@ -370,6 +370,11 @@ class Split:
             index = begin + (turn * (self.first[index + 1] - begin)).astype(np.int64)
         return self.ids[index].astype(np.int64)
 
+    def all_token_ids(self, chunk: int):
+        """Those of all captions, in parts of up to so many, int64 [.., L]."""
+        for first in range(0, len(self.ids), chunk):
+            yield self.ids[first : first + chunk].astype(np.int64)
+
     def digest(self, sampled: int = 256) -> tuple[str, str]:
         """sha256 of the pictures' keys and all captions' token ids in their order; and of `sampled` stored latents,
         evenly spaced. To read all of them would take as long as an epoch's reading."""
@@ -396,10 +401,15 @@ class Split:
             out[i] = self.arrays[s][r]
         return out
 
+    def weights(self, index: np.ndarray) -> np.ndarray | None:
+        """How much each place of these pictures' latents counts in the loss, fp32 [B, h, w]; None: all alike."""
+        return None
+
     def shown(self, index: np.ndarray, mirrored: np.ndarray | int, positions: np.ndarray):
-        """Which pictures are shown at these positions, where `index` is due, and their stored latents. Pictures encoded
-        while training (sd/online.py) are cut by the position, and others stand in for those that are damaged."""
-        return index, self.latents(index, mirrored)
+        """Which pictures are shown at these positions, where `index` is due, their stored latents, and weights. Those
+        encoded while training (sd/online.py) are cut by the position, and others stand in for those that are damaged.
+        """
+        return index, self.latents(index, mirrored), self.weights(index)
 
 
 def runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -549,10 +559,21 @@ class Batch(NamedTuple):
     t: torch.Tensor  # int64 [B]
     ids: torch.Tensor  # int64 [B, L], those of "" where the caption is dropped
     seen: int = 0  # sum over the samples of seen_hash
+    weights: torch.Tensor | None = None  # fp32 [B, h, w], of each place in the loss, where pictures have masks
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The four, and the weights if there are any."""
+        return self[:4] if self.weights is None else (*self[:4], self.weights)
 
     def map(self, function) -> "Batch":
-        """function on each of the four tensors."""
-        return Batch(*(function(x) for x in self[:4]), self.seen)
+        """function on each of the tensors."""
+        return Batch.of([function(x) for x in self.tensors], self.seen)
+
+    @staticmethod
+    def of(tensors, seen: int = 0) -> "Batch":
+        """The batch that has these tensors."""
+        return Batch(*tensors[:4], seen, *tensors[4:])
 
 
 def seen_hash(position: int, key: str) -> int:
@@ -584,7 +605,7 @@ def make_batch(
         coins = Generators(seed, STREAM_FLIP)
         mirrored = np.array([coins.at(int(p)).integers(2) for p in positions])
     turn = uniforms(seed, STREAM_CAPTION, positions) if split.several else 0.0
-    index, stored = split.shown(index, mirrored, positions)
+    index, stored, weights = split.shown(index, mirrored, positions)
     ids = split.token_ids(index, turn)
     z = stored.shape[1] // 2 if split.moments else stored.shape[1]
     latents, t = stored[:, :z].copy(), np.empty(len(index), np.int64)
@@ -601,7 +622,8 @@ def make_batch(
         if offset:
             noise[i] += offset * rng.standard_normal((z, 1, 1), dtype=np.float32)
         seen += seen_hash(position, keys[i])
-    return Batch(*(torch.from_numpy(a) for a in (latents, noise, t, ids)), seen)
+    arrays = (latents, noise, t, ids) if weights is None else (latents, noise, t, ids, weights)
+    return Batch.of([torch.from_numpy(a) for a in arrays], seen)
 
 
 def validation_index(split: Split, count: int, name: str, seed: int) -> np.ndarray:
@@ -627,8 +649,9 @@ def validation_batches(split: Split, count: int, name: str, seed: int, steps: in
         own, latents = own[finite], latents[finite]
         latents = latents[:, : latents.shape[1] // 2 if split.moments else latents.shape[1]].copy()
         noise = np.stack([generator(seed, stream, 1 + i).standard_normal(latents.shape[1:], np.float32) for i in own])
-        arrays = latents, noise, t[own], split.token_ids(index[own])
-        batches.append(Batch(*(torch.from_numpy(a) for a in arrays)))
+        arrays, weights = [latents, noise, t[own], split.token_ids(index[own])], split.weights(index[own])
+        arrays += [] if weights is None else [weights]
+        batches.append(Batch.of([torch.from_numpy(a) for a in arrays]))
     return batches
 
 

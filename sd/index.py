@@ -10,6 +10,8 @@ the folder `.index` beside it, or in the one that --index names:
     fraction  float64, key_fraction of the key, by which pictures are held out
     n:NAME    float64, each number (true and false: 1 and 0) that its JSON or list has under NAME; n:width and n:height
               are the picture's own, in pixels, as it is shown
+    mask      int64, with --masks: where the file of the picture's mask begins in the tar, 0 of a file of its own, null
+              where it has none; mask_bytes: its length
     t:NAME    string, each text likewise; t:folder, t:shard and t:source where the JSON has no such names
 
 and in the file's metadata under `index` what it was made from, and what was left out, by reason.
@@ -49,6 +51,7 @@ from sd.folder_captions import (
 )
 from sd.folders import IMAGE_EXTENSIONS, is_hidden, is_picture
 from sd.locks import Locks
+from sd.masks import MASK, mask_of
 from sd.metadata import metadata_value
 from sd.pictures import Header, Reject, read_header
 from sd.remote import Remote, is_remote
@@ -73,11 +76,12 @@ SHOWN = 1000  # pictures that are left out are named in a part's metadata, up to
 
 
 class Captions(NamedTuple):
-    """Where captions come from, if not from the files beside the pictures."""
+    """Where captions come from, if not from the files beside the pictures; and whether masks beside them are wanted."""
 
     template: str | None = None  # with {name} and {folder}
     listed: Path | None = None  # of pictures in folders: a list of file and caption
     encoding: str | None = None
+    masks: bool = False
 
 
 class Part(NamedTuple):
@@ -88,6 +92,7 @@ class Part(NamedTuple):
     files: list[tuple[str, str | None, dict | str | None]] | None  # file, caption, fields or .json; None: a tar
     captions: Captions
     remote: Remote | None = None  # where the tar comes from; path is where it lies there
+    masks: dict[str, str] | None = None  # of files that have one, where masks are wanted
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -165,15 +170,20 @@ def _index_file(path: Path, folder: Path, index: Path | None, number: int | None
     return (index or folder / ".index") / f"{name}-{place}.parquet"
 
 
+def _told(captions: Captions) -> dict:
+    """What an index of a tar is made from beside the tar."""
+    told = {"template": captions.template, "encoding": captions.encoding}
+    return told | {"masks": True} if captions.masks else told  # without, as before there were masks
+
+
 def _tar_part(tar: Path, captions: Captions, index: Path | None) -> Part:
-    made_from = {"format": FORMAT, **stamp(tar), "template": captions.template, "encoding": captions.encoding}
+    made_from = {"format": FORMAT, **stamp(tar), **_told(captions)}
     prefix = f"{source_of(tar)}/{tar.stem}"
     return Part(_index_file(tar, tar.parent, index), prefix, tar, made_from, None, captions)
 
 
 def _remote_part(remote: Remote, captions: Captions, index: Path | None) -> Part:
-    made_from = {"format": FORMAT, "address": remote.address, "template": captions.template,
-                 "encoding": captions.encoding}  # fmt: skip
+    made_from = {"format": FORMAT, "address": remote.address, **_told(captions)}
     place, name = (index or remote.folder / ".index") / f"{remote.place}.parquet", remote.name
     return Part(place, f"{source_of(name)}/{name.stem}", name, made_from, None, captions, remote)
 
@@ -181,8 +191,9 @@ def _remote_part(remote: Remote, captions: Captions, index: Path | None) -> Part
 def _folder_parts(folder: Path, captions: Captions, index: Path | None, left_out: Counter) -> list[Part]:
     found, others = find_pictures(folder, left_out)
     masks = [name for name in found if Path(name).stem.endswith(".mask")]
-    left_out["mask"] += len(masks)
     files = sorted(set(found) - set(masks))
+    of_files = {file: mask for file in files if (mask := mask_of(file)) in set(masks)} if captions.masks else {}
+    left_out["mask"] += len(set(masks) - set(of_files.values()))
     listed = captions.listed
     if listed is None:  # a list that lies in the folder under one of the usual names
         usual = (f"{stem}{end}" for stem in ("captions", "metadata") for end in LISTS)
@@ -196,7 +207,7 @@ def _folder_parts(folder: Path, captions: Captions, index: Path | None, left_out
     beside = {name for name in others if name.endswith(".json")}
     jsons = {file: f"{file.rpartition('.')[0]}.json" for file in files}
     items = [(file, texts.get(file, ""), jsons[file] if jsons[file] in beside else None) for file in files]
-    return _file_parts(folder, folder, Path(os.path.realpath(folder)).name, items, captions, index)
+    return _file_parts(folder, folder, Path(os.path.realpath(folder)).name, items, captions, index, of_files)
 
 
 def _list_parts(path: Path, captions: Captions, index: Path | None, left_out: Counter) -> list[Part]:
@@ -220,22 +231,29 @@ def _list_parts(path: Path, captions: Captions, index: Path | None, left_out: Co
     if captions.template is not None:
         texts = captions_by_template([place for place, *_ in items.values()], path.parent, captions.template)
         items = {entry: (place, texts[place], fields) for entry, (place, _, fields) in items.items()}
-    return _file_parts(path, path.parent, path.stem, list(items.values()), captions, index)
+    masks = {}
+    if captions.masks:
+        places = [place for place, *_ in items.values()]
+        masks = {place: mask_of(place) for place in places if (path.parent / mask_of(place)).is_file()}
+    return _file_parts(path, path.parent, path.stem, list(items.values()), captions, index, masks)
 
 
-def _file_parts(named: Path, folder: Path, prefix: str, items: list, captions: Captions, index) -> list[Part]:
-    parts = []
+def _file_parts(named: Path, folder: Path, prefix: str, items: list, captions: Captions, index, masks) -> list[Part]:
+    """masks: of the files that have one; used only where they are wanted."""
+    parts, masks = [], masks if captions.masks else None
     for number, first in enumerate(range(0, len(items), FILES_A_PART)):
         own = items[first : first + FILES_A_PART]
         stats = [
             [s.st_size, s.st_mtime_ns]
             for file, _, about in own
-            for name in (file, about if isinstance(about, str) else None)
+            for name in (file, about if isinstance(about, str) else None, masks and masks.get(file))
             if name and (s := (folder / name).stat())
         ]
-        content = hashlib.sha256(json.dumps([own, stats], default=str).encode()).hexdigest()
+        decides = [own, stats] if masks is None else [own, stats, "masks", [masks.get(file) for file, *_ in own]]
+        content = hashlib.sha256(json.dumps(decides, default=str).encode()).hexdigest()
         place = _index_file(named, folder, index, number)
-        parts.append(Part(place, prefix, folder, {"format": FORMAT, "content": content}, own, captions))
+        made_from = {"format": FORMAT, "content": content}
+        parts.append(Part(place, prefix, folder, made_from, own, captions, None, masks))
     return parts
 
 
@@ -291,15 +309,18 @@ def _look(data: bytes | None) -> tuple[Header, int] | Reject:
         return reject
 
 
-def _row(key: str, picture, offset: int, texts: list, fields: dict, places: dict) -> dict:
+def _row(key: str, picture, offset: int, texts: list, fields: dict, places: dict, mask=None) -> dict:
     """A picture's row; raises Reject. picture: what _look gives; texts: its captions, of which those that are empty or
-    no text are passed over."""
+    no text are passed over; mask: where its mask begins, and what _look gives of that."""
     captions = [clean_text(text).strip() for text in texts if isinstance(text, str)]
     captions = [text for text in dict.fromkeys(captions) if text]
     if not captions:
         raise Reject("no_caption")
     if isinstance(picture, Reject):
         raise picture
+    if mask is not None and isinstance(mask[1], Reject):  # not taken for a picture that counts everywhere
+        raise Reject("damaged_mask")
+    masks = {} if mask is None else {"mask": mask[0], "mask_bytes": mask[1][1]}
     header, length = picture
     sides = (header.width, header.height) if header.orientation < 5 else (header.height, header.width)
     own = dict(zip((COLUMN[NUMBER] + "width", COLUMN[NUMBER] + "height"), map(float, sides)))
@@ -309,6 +330,7 @@ def _row(key: str, picture, offset: int, texts: list, fields: dict, places: dict
         | places
         | fields
         | own
+        | masks
     )
 
 
@@ -332,7 +354,7 @@ def _json_of(data: bytes | None, counts: Counter) -> dict:
 
 def _tar_rows(part: Part, tar: Path, counts: Counter, rejected: list) -> list[dict]:
     """The rows of a tar's pictures, in its order, whether or not a picture's files lie side by side."""
-    samples, offsets, key = {}, {}, None
+    samples, offsets, masks, key = {}, {}, {}, None
     try:
         for name, data, offset in iter_members(tar, counts):
             member = split_member(name)
@@ -347,6 +369,8 @@ def _tar_rows(part: Part, tar: Path, counts: Counter, rejected: list) -> list[di
                 sample.setdefault(kind, data)
             elif key.endswith(".mask"):
                 counts["mask"] += 1
+                if part.captions.masks and f"{key}.{kind}".endswith(MASK):
+                    masks[key.removesuffix(".mask")] = offset, _look(data)
             elif key in offsets:
                 counts["duplicate_key"] += 1
             else:
@@ -372,7 +396,8 @@ def _tar_rows(part: Part, tar: Path, counts: Counter, rejected: list) -> list[di
                 texts = [_caption(beside, metadata, part.captions.encoding), *_listed(metadata)]
             source, shard = part.prefix.rsplit("/", 1)
             places = {"source": source, "shard": shard}
-            rows.append(_row(name, sample["picture"], offset, texts, _fields(metadata), places))
+            rows.append(_row(name, sample["picture"], offset, texts, _fields(metadata), places, masks.get(key)))
+            counts["mask"] -= key in masks
         except Reject as reject:
             counts[reject.reason] += 1
             rejected.append((name, reject.reason))
@@ -404,8 +429,9 @@ def _file_rows(part: Part, counts: Counter, rejected: list) -> list[dict]:
             texts = [caption or metadata_value(metadata, "caption"), *_listed(metadata)]
             if part.captions.template is not None:
                 texts = [caption]
-            picture = _look((part.path / file).read_bytes())
-            rows.append(_row(key, picture, 0, texts, fields, {"folder": (part.path / file).parent.name}))
+            picture, mask = _look((part.path / file).read_bytes()), part.masks and part.masks.get(file)
+            mask = (0, _look((part.path / mask).read_bytes())) if mask else None
+            rows.append(_row(key, picture, 0, texts, fields, {"folder": (part.path / file).parent.name}, mask))
         except Reject as reject:
             counts[reject.reason] += 1
             rejected.append((clean_text(key), reject.reason))
@@ -433,6 +459,8 @@ def index_part(part: Part) -> tuple[Path, int]:
         ("captions", pa.list_(pa.string())),
         ("fraction", pa.float64()),
     ]
+    if part.captions.masks:
+        schema += [("mask", pa.int64()), ("mask_bytes", pa.int64())]
     schema += [(name, pa.float64() if name.startswith(COLUMN[NUMBER]) else pa.string()) for name in names]
     about |= {"made_from": part.made_from, "rejects": counts, "rejected": rejected[:SHOWN], "pictures": len(rows)}
     table = pa.Table.from_pylist(rows, pa.schema(schema, metadata={"index": json.dumps(about)}))
@@ -508,14 +536,15 @@ class Index(NamedTuple):
     lacking: int  # of these, without a field that --where names
 
 
-def read_index(parts: list[Part], columns: list[str], where: Where | None = None) -> Index:
+def read_index(parts: list[Part], columns: list[str], where: Where | None = None, masks: bool = False) -> Index:
     """Of parts that are indexed, the pictures that `where` is true of. columns: of n:NAME and t:NAME; null where a part
-    has none. InputError if no part has a field that `where` names.
+    has none; masks: the columns of masks too. InputError if no part has a field that `where` names.
 
     The table of more than MAPPED pictures lies in files, in a folder beside the first part's index, which is made once
     for the same parts, columns and `where`, and which all processes map."""
     kinds = {"key": TEXTS, "offset": pa.int64(), "bytes": pa.int64(), "captions": TEXT_LISTS,
              "fraction": pa.float64()}  # fmt: skip
+    kinds |= {"mask": pa.int64(), "mask_bytes": pa.int64()} if masks else {}
     base = set(kinds)
     kinds |= {name: pa.float64() if name.startswith(COLUMN[NUMBER]) else TEXTS for name in columns}
     looked_at, fields, lacking = {*columns, *(where.columns() if where else [])}, set(), [0]

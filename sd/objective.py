@@ -34,10 +34,19 @@ class Denoiser(nn.Module):
 
 
 def sample_losses(net, batch: Batch, text: torch.Tensor, schedule: NoiseSchedule) -> torch.Tensor:
-    """Mean squared error of each sample's prediction, fp32 [B]. net(noisy, t, text) predicts."""
+    """Mean squared error of each sample's prediction, fp32 [B]. net(noisy, t, text) predicts.
+
+    With the batch's weights w it is the weighted mean, sum(w error) / sum(w) over a sample's places: weights that are
+    all 1 change nothing, to the bit, and a picture counts as much as any other, however little of it counts; 0 of a
+    sample whose weights are all 0.
+    """
     noisy = schedule.add_noise(batch.latents, batch.noise, batch.t)  # [B, z, h, w]
     target = schedule.target(batch.latents, batch.noise, batch.t)
-    return F.mse_loss(net(noisy, batch.t, text).float(), target, reduction="none").mean(dim=(1, 2, 3))
+    error = F.mse_loss(net(noisy, batch.t, text).float(), target, reduction="none")  # [B, z, h, w]
+    if batch.weights is None:
+        return error.mean(dim=(1, 2, 3))
+    places, weights = batch.weights[0].numel(), batch.weights.sum(dim=(1, 2)).clamp(min=1e-6)
+    return (error * batch.weights[:, None]).mean(dim=(1, 2, 3)) * (places / weights)
 
 
 def loss_weight(t: torch.Tensor, schedule: NoiseSchedule, settings: dict) -> torch.Tensor | float:

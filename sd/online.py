@@ -21,6 +21,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from sd.data import STREAM_PICTURE, BucketOrder, SampleOrder, generator, kind_of, runs
@@ -38,6 +39,7 @@ from sd.index import (
     read_index,
     read_picture,
 )
+from sd.masks import MASK, loss_weights, mask_of, read_mask
 from sd.networks import unet_config
 from sd.pictures import Reject, cut, decode_image, scaled
 from sd.setup import Data
@@ -50,7 +52,8 @@ from SD_Model import PRESETS, TextEncoder, weights_hash
 
 ONLINE_FLAGS = (  # what decides how pictures are read and cut: of no use with cached latents
     "captions", "caption", "caption_encoding", "where", "balance", "val_fraction", "crop_scale", "crop_aspect", "flip",
-    "jitter", "window", "regularise", "index", "strict", "cache",
+    "jitter", "window", "regularise", "index", "strict", "cache", "masks", "mask_floor",
+    "encode_first",
 )  # fmt: skip
 
 MAX_GROUPS = 10_000  # values that --balance evens out
@@ -62,6 +65,10 @@ BENIGN = {"hidden", "mask", "link_repeated", "caption_alone", "listed_twice"}  #
 STRETCH = 1 << 18  # pictures whose rows are looked at at once, where all are
 
 MOST_AT_ONCE = 16  # pictures that a GPU encodes in one pass
+
+ENCODED_FIRST = 256  # pictures that are decoded, and then encoded, at a time by --encode_first
+
+VARIES = ("crop_scale", "crop_aspect", "flip", "jitter")  # flags by which showings of a picture differ
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -85,17 +92,24 @@ class Cut(NamedTuple):
     def __call__(self, image: np.ndarray, draws: np.ndarray | None) -> np.ndarray:
         """uint8 [H, W, 3] -> [size, size, 3]. draws: eight numbers in [0, 1), each with one meaning, whatever else is
         off; None: the middle, as it is."""
-        square = (self.size, self.size)
-        if draws is None:
-            return np.ascontiguousarray(cut(image, square))
-        if self.scale or self.aspect:
-            top, left, high, wide = self.part(*image.shape[:2], draws)
-            image = scaled(image[top : top + high, left : left + wide], square)
-        else:
-            image = cut(image, square)
-        if self.jitter:
+        image = self._square(image, draws)
+        if draws is not None and self.jitter:
             image = jittered(image, *(1 + self.jitter * (2 * draws[5:8] - 1)))
-        if self.flip and draws[4] < 0.5:
+        return self._mirrored(image, draws)
+
+    def mask(self, mask: np.ndarray, draws: np.ndarray | None) -> np.ndarray:
+        """The same of a picture's mask, uint8 [H, W] -> [size, size], whose grey levels stay as they are."""
+        return self._mirrored(self._square(mask, draws), draws)
+
+    def _square(self, image: np.ndarray, draws: np.ndarray | None) -> np.ndarray:
+        square = (self.size, self.size)
+        if draws is None or not (self.scale or self.aspect):
+            return cut(image, square)
+        top, left, high, wide = self.part(*image.shape[:2], draws)
+        return scaled(image[top : top + high, left : left + wide], square)
+
+    def _mirrored(self, image: np.ndarray, draws: np.ndarray | None) -> np.ndarray:
+        if draws is not None and self.flip and draws[4] < 0.5:
             image = image[:, ::-1]
         return np.ascontiguousarray(image)
 
@@ -164,6 +178,12 @@ def check_settings(settings: dict, given: set[str]):
     for name in ("picture_memory", "cache_gib"):
         if not 0 <= settings[name] < math.inf:
             raise InputError(f"--{name} wants a number of GiB from 0 up, found {settings[name]}")
+    if not 0 <= settings["mask_floor"] <= 1:
+        raise InputError(f"--mask_floor wants a number from 0 to 1, found {settings['mask_floor']}")
+    if "mask_floor" in given and not settings["masks"]:
+        raise InputError("--mask_floor is of --masks: give that flag too, or drop it")
+    if settings["encode_first"] and (varies := [name for name in VARIES if settings[name]]):
+        raise InputError(f"--encode_first is of pictures that are always cut alike: drop it, or --{varies[0]}")
     if settings["latent_fraction"] != 1:
         raise InputError("--latent_fraction is of latents on disk: drop it, or choose among --pictures with --where")
     if settings["workers"] is not None:
@@ -188,10 +208,10 @@ class Kept:
         """room: in bytes."""
         self.room, self._arrays, self._lock = room, {}, threading.Lock()
 
-    def get(self, key: int) -> np.ndarray | None:
+    def get(self, key) -> np.ndarray | None:
         return self._arrays.get(key)
 
-    def put(self, key: int, array: np.ndarray):
+    def put(self, key, array: np.ndarray):
         with self._lock:
             if key not in self._arrays and array.nbytes <= self.room:
                 self._arrays[key] = array
@@ -207,6 +227,13 @@ class Latents:
         self.stream = torch.cuda.Stream(encoder.device) if encoder.device.type == "cuda" else None
         if self.stream:
             torch.cuda.synchronize(encoder.device)  # the weights are there
+
+    def leave(self):
+        """Take the VAE off the device, when nothing is left to be encoded."""
+        for vae in (self.encoder.exact, self.encoder.fast):
+            vae.to("cpu")
+        if self.stream:
+            torch.cuda.empty_cache()
 
     def __call__(self, squares: list[np.ndarray], keys: list[str]) -> list[np.ndarray]:
         """uint8 [size, size, 3] each -> fp16 [z, h, w] each. InputError if one is not finite, even in fp32."""
@@ -245,6 +272,12 @@ class Pictures:
         self.several = any((self._counts(rows) > 1).any() for rows in self._stretches())
         self.keys = Taken(self._key, self._at, len(self))
         self.captions = Taken(self._texts, lambda index: self._ends[self._at(index)], len(self))
+        self._mask = self._mask_bytes = None  # where each row's mask lies; -1 where it has none
+        if "mask" in table.column_names:
+            self._mask, self._mask_bytes = (
+                pc.fill_null(_whole(table[n]), -1).to_numpy(zero_copy_only=False) for n in ("mask", "mask_bytes")
+            )
+            self._floor = settings["mask_floor"]
         self.sizes, self.parts, self.tokenizer, self.say = sizes, parts, tokenizer, say
         self.shapes, self.shape = [shape], np.broadcast_to(np.int8(0), len(self))
         self.length = tokenize(tokenizer, [""]).shape[1]
@@ -280,6 +313,12 @@ class Pictures:
             at = at + (turn * self._counts(rows.astype(np.int64))).astype(np.int64)
         return tokenize(self.tokenizer, self._texts.take(pa.array(at)).to_pylist()).astype(np.int64)
 
+    def all_token_ids(self, chunk: int):
+        """As Split.all_token_ids."""
+        for first in range(0, len(self._texts), chunk):
+            texts = self._texts.slice(first, chunk).to_pylist()
+            yield tokenize(self.tokenizer, texts).astype(np.int64)
+
     def digest(self, sampled: int = 256) -> tuple[str, str]:
         """sha256 of all keys and captions in their order; and of the lengths of the pictures' files and the bytes of
         `sampled` of them, evenly spaced."""
@@ -300,8 +339,13 @@ class Pictures:
                 told.update(first)
         for rows in self._stretches():
             files.update(np.ascontiguousarray(self._bytes[rows]))
+        if self._mask is not None:
+            for rows in self._stretches():
+                files.update(np.ascontiguousarray(self._mask_bytes[rows]))
         for i in np.unique(np.linspace(0, len(self) - 1, min(sampled, len(self))).astype(int)):
             files.update(self._read(int(i)))
+            if self._masked(i):
+                files.update(self._read_mask(int(i)))
         return told.hexdigest(), files.hexdigest()
 
     def _captions_of(self, rows: np.ndarray) -> np.ndarray:
@@ -315,26 +359,50 @@ class Pictures:
         row = int(self._at(i))
         return read_picture(self.parts[self._part[row]], self._key_of(i), int(self._offset[row]), int(self._bytes[row]))
 
-    def _one(self, i: int, position: int | None) -> tuple[int, np.ndarray]:
-        """The picture that is shown at a position where picture i is due: its number, and its square uint8 [size, size,
-        3] or its latent fp16 [z, h, w], if that is kept. The next picture of its source stands in for a damaged one."""
+    def _masked(self, i: int) -> bool:
+        return self._mask is not None and self._mask[int(self._at(i))] >= 0
+
+    def _read_mask(self, i: int) -> bytes:
+        row, name = int(self._at(i)), mask_of(self._key_of(i))
+        return read_picture(self.parts[self._part[row]], name, int(self._mask[row]), int(self._mask_bytes[row]))
+
+    def _grey(self, i: int, shape: tuple[int, int]) -> np.ndarray:
+        """A picture's mask, uint8 [H, W] as the picture's shape."""
+        try:
+            return read_mask(self._read_mask(i), shape)
+        except Reject as reject:
+            raise Reject(f"its mask: {reject.reason}") from None
+
+    def _one(self, i: int, position: int | None) -> tuple[int, np.ndarray, np.ndarray | None]:
+        """The picture that is shown at a position where picture i is due: its number; its square uint8 [size, size, 3]
+        or its latent fp16 [z, h, w], if that is kept; and its mask's weights fp32 [h, w], if it has a mask. The next
+        picture of its source stands in for one that is damaged, or whose mask is."""
         source = int(np.searchsorted(self._source_ends, i, side="right"))
         first, size = int(self._source_ends[source]) - self.sizes[source], self.sizes[source]
         random = self._cut.random and position is not None
         draws = generator(self._seed, STREAM_PICTURE, position).random(8) if random else None
         for k in range(size):
             which = first + (i - first + k) % size
-            kept = self._kept.get(which)
-            if kept is not None and not self._cut.random:
-                return which, kept
+            kept, mask, masked = self._kept.get(which), self._kept.get(("mask", which)), self._masked(which)
+            if kept is not None and not self._cut.random and (mask is not None or not masked):
+                return which, kept, mask
             try:
-                image = decode_image(self._read(which)) if kept is None else kept
+                decoded = kept is not None and self._cut.random
+                image = kept if decoded else decode_image(self._read(which))
+                if masked and (mask is None or not self._cut.random):
+                    mask = self._grey(which, image.shape[:2])
             except Reject as reject:
                 self._tell(which, reject.reason)
                 continue
             if self._cut.random:
                 self._kept.put(which, image)
-            return which, self._cut(image, draws)
+                if masked:
+                    self._kept.put(("mask", which), mask)
+            if masked:
+                mask = loss_weights(self._cut.mask(mask, draws), self.shapes[0][1:], self._floor)
+                if not self._cut.random:
+                    self._kept.put(("mask", which), mask)
+            return which, self._cut(image, draws), mask
         raise InputError(f"none of the {size:,} pictures beside {self._key_of(i)} can be decoded: give others")
 
     def _tell(self, i: int, reason: str):
@@ -347,27 +415,52 @@ class Pictures:
         if new:
             self.say(f"\nwarning: {self._key_of(i)} cannot be decoded ({reason}): the next picture stands in for it")
 
-    def _encoded(self, shown: list[tuple[int, np.ndarray]]) -> np.ndarray:
+    def _encoded(self, shown: list[tuple[int, np.ndarray, np.ndarray | None]]) -> np.ndarray:
         """Stored latents fp32 [B, z, h, w] of what _one gives."""
-        squares = {i: x for i, x in enumerate(x for _, x in shown) if x.dtype == np.uint8}
+        squares = {i: x for i, (_, x, _) in enumerate(shown) if x.dtype == np.uint8}
         found = self._latents(list(squares.values()), [self._key_of(shown[i][0]) for i in squares])
         made = dict(zip(squares, found))
         if not self._cut.random:
             for i, latent in made.items():
                 self._kept.put(shown[i][0], latent.copy())
-        return np.stack([made.get(i, x) for i, (_, x) in enumerate(shown)]).astype(np.float32)
+        return np.stack([made.get(i, x) for i, (_, x, _) in enumerate(shown)]).astype(np.float32)
+
+    def _weights(self, shown: list[tuple[int, np.ndarray, np.ndarray | None]]) -> np.ndarray | None:
+        """Weights fp32 [B, h, w] of what _one gives, 1 where there is no mask; None where no masks are wanted."""
+        if self._mask is None:
+            return None
+        whole = np.ones(self.shapes[0][1:], np.float32)
+        return np.stack([whole if mask is None else mask for *_, mask in shown])
 
     def latents(self, index: np.ndarray, mirrored: int = 0) -> np.ndarray:
         """Latents fp32 [B, z, h, w] of the pictures' middle, as it is: what validation sees."""
         return self._encoded([self._one(int(i), None) for i in index])
 
-    def shown(self, index: np.ndarray, mirrored, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def weights(self, index: np.ndarray) -> np.ndarray | None:
+        """As Split.weights, of the pictures' middle."""
+        return self._weights([self._one(int(i), None) for i in index]) if self._mask is not None else None
+
+    def shown(self, index: np.ndarray, mirrored, positions: np.ndarray):
         """As Split.shown: cut, mirrored and coloured as the positions have it."""
         shown = []
         for i, position in zip(index.tolist(), positions.tolist()):
             coming = self._coming.pop(position, None)
             shown.append(coming.result() if coming else self._one(i, position))
-        return np.array([which for which, _ in shown], np.int64), self._encoded(shown)
+        return np.array([which for which, *_ in shown], np.int64), self._encoded(shown), self._weights(shown)
+
+    def encode_all(self):
+        """Encode all pictures, and keep their latents. Only of pictures that are cut alike at each showing. InputError
+        if there is no room for them."""
+        each = 2 * int(np.prod(self.shapes[0])) + (0 if self._mask is None else 4 * int(np.prod(self.shapes[0][1:])))
+        if len(self) * each > self._kept.room:
+            raise InputError(
+                f"--encode_first (which --fit chooses too) keeps {len(self):,} latents, of "
+                f"{len(self) * each / 2**30:.2f} GiB, and --picture_memory is {self._kept.room / 2**30:g}: raise it, "
+                "or give --no_encode_first"
+            )
+        for first in range(0, len(self), ENCODED_FIRST):
+            some = range(first, min(first + ENCODED_FIRST, len(self)))
+            self._encoded(list((self._pool.map if self._pool else map)(lambda i: self._one(i, None), some)))
 
     def ahead(self, positions: Iterable[np.ndarray], order: SampleOrder | BucketOrder) -> Iterator[np.ndarray]:
         """The same micro-batches of positions; the pictures of those that follow are decoded meanwhile."""
@@ -477,13 +570,13 @@ def indexed(pictures: str, settings: dict, columns: list[str], where, workers: i
     """The parts that --pictures or --regularise names, and what is in them that `where`, a Where or None, is true of;
     says, and with --strict refuses, what is left out."""
     captions = Captions(settings["caption"], settings["captions"] and Path(settings["captions"]),
-                        settings["caption_encoding"])  # fmt: skip
+                        settings["caption_encoding"], settings["masks"])  # fmt: skip
     left_out = Counter()
     limit = settings["cache_gib"] * 2**30
     cache = (Path(settings["cache"]).absolute(), limit) if settings["cache"] else None
     parts = find_parts(pictures, captions, settings["index"] and Path(settings["index"]), left_out, cache)
     build_index(parts, workers, say)
-    index = read_index(parts, columns, where)
+    index = read_index(parts, columns, where, settings["masks"])
     left_out.update(index.rejects)
     first = f"; the first: {index.rejected[0][0]} ({index.rejected[0][1]})" if index.rejected else ""
     say(f"pictures: {index.pictures:,} in {pictures}; left out: {counted(left_out)}{first}")
@@ -527,8 +620,9 @@ def name_vae(settings: dict, init_from: str | None):
         settings["vae"] = DEFAULT_VAE
 
 
-def load_pictures(settings: dict, text_encoder: TextEncoder, place: Place, say) -> Data:
-    """The data of a run on --pictures: indexed, chosen, parted into training and held-out ones, ready to be encoded."""
+def load_pictures(settings: dict, text_encoder: TextEncoder, place: Place, say, dry_run: bool = False) -> Data:
+    """The data of a run on --pictures: indexed, chosen, parted into training and held-out ones, ready to be encoded, or
+    with --encode_first encoded, but in a dry run."""
     vae, size, channels = load_vae(settings["vae"]), settings["size"], unet_config(settings).in_channels
     factor = vae.config.factor
     if vae.config.latent_channels != channels or size % factor:
@@ -574,6 +668,13 @@ def load_pictures(settings: dict, text_encoder: TextEncoder, place: Place, say) 
         table = pa.concat_tables([table.select(more.column_names), more]).combine_chunks()  # in memory
         sizes, parts = [*sizes, len(more)], parts + others
     say(f"{len(train):,} training and {len(val):,} held-out pictures")
+    if settings["masks"]:
+        has_mask = pc.fill_null(table["mask"], -1).to_numpy() >= 0
+        masked = sum(int(has_mask[rows].sum()) for rows in (train, val))
+        if not masked:
+            raise InputError(f"--masks wants files such as x{MASK} beside x.png, and no picture of "
+                             f"{settings['pictures']} has one: make them, or drop the flag")  # fmt: skip
+        say(f"masks: {masked:,} of {len(train) + len(val):,} pictures have one; the others count everywhere")
     if not len(val) and settings["val_steps"]:
         say("note: no held-out pictures; validation is on training pictures alone")
 
@@ -585,6 +686,11 @@ def load_pictures(settings: dict, text_encoder: TextEncoder, place: Place, say) 
         Pictures(table, n, parts, tokenizer, latents, shape, cutting, settings, pool, say, rows)
         for rows, n in ((train, sizes), (val, [len(val)]))
     ]
+    if settings["encode_first"] and not dry_run:
+        for split in splits:
+            split.encode_all()
+        latents.leave()
+        say("pictures: all encoded; the VAE is off the device")
     names = hashlib.sha256("\n".join(part.prefix for part in parts).encode()).hexdigest()
     stores = {settings["pictures"]: Store(names, [])}
     return Data(*splits, weights, vae_info, {"VAE": vae_info["hash"]}, stores)

@@ -264,6 +264,21 @@ def update_ema(ema: list[torch.Tensor], live: list[torch.Tensor], decay: float):
             e.lerp_(p.float(), 1 - decay)
 
 
+class FarAverage:
+    """Averages in the CPU's memory of weights on a device: update_ema, one weight after the other, through one buffer.
+    The device is waited for at each of them."""
+
+    def __init__(self, averages: list[torch.Tensor], live: list[torch.Tensor]):
+        """Both lie alike in memory, weight for weight; averages in fp32."""
+        self.averages, self.live, cuda = averages, live, live[0].is_cuda
+        self.buffer = torch.empty(max(p.numel() for p in live), dtype=torch.float32, pin_memory=cuda)
+
+    @torch.no_grad()
+    def update(self, decay: float):
+        for e, p in zip(self.averages, self.live):
+            e.lerp_(self.buffer[: p.numel()].as_strided(p.shape, p.stride()).copy_(p.detach()), 1 - decay)
+
+
 def lr_at(step: int, total: int, settings: dict, done: float | None = None) -> float:
     """Learning rate of optimizer step `step` (from 0): up from 1 % over the warm-up, then to 1 % at the last step.
     done: how much of the run is over, from 0 to 1, where its time ends it and not its steps."""
@@ -317,6 +332,12 @@ def check_optimizer(args, settings: dict, begins: bool):
             "--weights_dtype bf16 is of weights that are trained, and those of an adapter stay in fp32: drop it (with "
             "--dtype bf16 the others are in bf16 anyway), or --lora"
         )
+    if settings["ema_on_cpu"]:
+        if settings["no_ema"] or name == "schedulefree":
+            other = "--no_ema" if settings["no_ema"] else "--optimizer schedulefree"
+            raise InputError(f"--ema_on_cpu is of an EMA, and {other} has none: drop one of them")
+        if settings["lora"]:
+            raise InputError("--ema_on_cpu saves next to nothing with --lora, whose average is of the adapter: drop it")
     if args.ema is not None and settings["no_ema"]:
         raise InputError("--no_ema keeps no average, whose decay --ema would be: drop one of them")
     if args.ema is not None and name == "schedulefree":

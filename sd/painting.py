@@ -244,7 +244,8 @@ def sample_grid(path: Path, ema: Denoiser, text_encoder, vae, schedule, prompts:
     try:
         encoder_dtype = settings["weights_dtype"]  # of one whose weights are in bf16, with --no_ema
         with torch.autocast(device.type, torch.bfloat16, enabled=encoder_dtype == "bf16"):
-            contexts, nulls = encode_pairs(encoder, prompts, [""] * len(prompts))
+            pairs = encode_pairs(encoder, prompts, [""] * len(prompts))
+        contexts, nulls = ([context.to(device) for context in some] for some in pairs)  # --cache_text: from the CPU
         latents = sample_latents(
             in_autocast(ema.unet, device, settings["dtype"]),
             contexts,

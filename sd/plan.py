@@ -22,10 +22,11 @@ from sd.fused import apply, multiplied
 from sd.lora import inject, settle_base
 from sd.networks import unet_config
 from sd.objective import Denoiser, in_autocast
+from sd.online import MOST_AT_ONCE, VARIES
 from sd.optim import cast_weights, kept_short, lr_at, state_bytes
 from sd.setup import Data
 from sd.step import copies_weights, updates_parts
-from SD_Model import PRESETS, ResBlock, SpatialTransformer, TextEncoder, UNet, UNetConfig, count_parameters
+from SD_Model import PRESETS, VAE, ResBlock, SpatialTransformer, TextEncoder, UNet, UNetConfig, count_parameters
 
 
 def count_flops(function, *shapes: tuple[int, ...]) -> int:
@@ -269,7 +270,12 @@ def fit(args, settings: dict, denoiser: Denoiser, text_encoder, device, begins: 
             changes.update(more)
             tried.append(dict(changes))
 
-    if begins and args.no_ema is args.ema is settings["lora"] is None and settings["optimizer"] != "schedulefree":
+    if args.cache_text is None and text_encoder is not None and not settings["train_text_encoder"]:
+        then(cache_text=True)
+    if args.encode_first is None and settings["pictures"] and not any(settings[name] for name in VARIES):
+        then(encode_first=True)
+    averages = settings["lora"] is None and settings["optimizer"] != "schedulefree"
+    if begins and averages and args.no_ema is args.ema is args.ema_on_cpu is None:
         then(no_ema=True)
     levels = ["none", "resblocks", "all"]
     if free_to_choose or args.grad_checkpoint is None:
@@ -279,6 +285,8 @@ def fit(args, settings: dict, denoiser: Denoiser, text_encoder, device, begins: 
         then(optimizer="adamw8bit")
     if begins and args.weights_dtype is settings["lora"] is None and settings["dtype"] == "bf16":
         then(weights_dtype="bf16")
+    if averages and args.ema_on_cpu is None and not (settings["no_ema"] or changes.get("no_ema")):
+        then(ema_on_cpu=True)
     if args.accumulate is None:
         for parts in range(2, settings["batch"] + 1):
             if settings["batch"] % parts == 0:
@@ -304,7 +312,7 @@ def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncode
     if settings["dtype"] == "bf16":
         halves = (m.weight for m in denoiser.modules() if isinstance(m, nn.Linear | nn.Conv2d))
         held -= 2 * sum(w.numel() for w in halves if not w.requires_grad)
-    if text_encoder is not None and denoiser.text_encoder is None:
+    if text_encoder is not None and denoiser.text_encoder is None and not settings["cache_text"]:
         held += 4 * count_parameters(text_encoder)[1]
     half = set(multiplied(denoiser)) if copies_weights(settings) else set()
     short = kept_short(denoiser, settings)
@@ -326,7 +334,8 @@ def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncode
     parts = {
         "weights": 4 * numbers + held - 2 * short + 2 * copied,
         "optimizer": state_bytes(denoiser, settings) // cut,
-        "EMA": 0 if settings["no_ema"] else 4 * numbers // cut,
+        "EMA": 0 if settings["no_ema"] or settings["ema_on_cpu"] else 4 * numbers // cut,
+        "VAE": vae_bytes(settings, device),
         "gradients": 4 * numbers - 2 * half * one_pass - 2 * max(0, short - half),
         "gradients sent": sent,
         "activations": one + (two - one) * (settings["batch"] - 1),
@@ -336,7 +345,20 @@ def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncode
         beside = max(parts["gradients"], parts["activations"])
     beside += parts["gradients sent"]
     beside += block + (block_of_two - block) * (settings["batch"] - 1)
-    return parts | {"peak": parts["weights"] + parts["optimizer"] + parts["EMA"] + beside}
+    return parts | {"peak": parts["weights"] + parts["optimizer"] + parts["EMA"] + parts["VAE"] + beside}
+
+
+def vae_bytes(settings: dict, device: torch.device) -> int:
+    """Bytes of a VAE of the preset that encodes --pictures beside the training steps: its weights in fp32, and in bf16
+    if it computes in that, and about five of the largest tensors that it makes of so many pictures (an NVIDIA H200 took
+    0.32 GiB a picture of 512 px, where that tensor is of 64 MiB). None with --encode_first."""
+    if not settings["pictures"] or settings["encode_first"]:
+        return 0
+    config, number = PRESETS[settings["model"]]["vae"], 2 if settings["dtype"] == "bf16" else 4
+    with torch.device("meta"):
+        weights = count_parameters(VAE(config))[1] * (4 if number == 4 else 4 + number)
+    at_once = min(settings["batch"], MOST_AT_ONCE) if device.type == "cuda" else 1
+    return weights + 5 * at_once * config.channels[0] * (settings["size"] // config.patch) ** 2 * number
 
 
 @functools.cache

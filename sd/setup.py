@@ -306,7 +306,7 @@ def open_trained(args, settings: dict, denoiser: Denoiser, data: Data, checkpoin
                                  "revision": git_revision(), "torch": torch.__version__})  # fmt: skip
     shared = settings["shard"] and place.world > 1
     early = torch.device("cpu") if shared else place.device  # so that no device ever holds all of what is cut
-    ema.to(early, memory_format=memory)
+    ema.to("cpu" if settings["ema_on_cpu"] else early, memory_format=memory)
     denoiser.to(early, memory_format=memory).train()
     optimizer, shard = make_optimizer(denoiser, settings), None
     if checkpoint:

@@ -40,6 +40,11 @@ def check_shard(settings: dict):
         )
     if settings["lora"]:
         raise InputError("--shard saves next to nothing with --lora, whose optimizer's state is small: drop --shard")
+    if settings["ema_on_cpu"]:
+        raise InputError(
+            "--shard leaves a part of the average to each process's device, and --ema_on_cpu has all of it in host "
+            "memory: drop one of the two"
+        )
     if settings["weights_dtype"] != "fp32":
         raise InputError(
             f"--shard wants weights in fp32, found --weights_dtype {settings['weights_dtype']}, whose rounding depends "

@@ -22,7 +22,7 @@ from sd.networks import unet_config
 from sd.objective import Denoiser
 from sd.optim import clip_limit, forget_gradients, make_optimizer
 from sd.painting import decode_latents, guided, make_sampler
-from sd.plan import count_flops, passes, unet_flops
+from sd.plan import count_flops, memory_estimate, passes, unet_flops
 from sd.setup import averages_of, memory_format
 from sd.sharding import Shard
 from sd.shards import ShardWriter
@@ -122,6 +122,8 @@ class TimedSteps:
         settle_base(denoiser, settings)
         denoiser.to(device, memory_format=memory_format(settings)).train()
         ema = denoiser if settings["no_ema"] else average_of(denoiser)
+        if settings["ema_on_cpu"]:
+            ema.to("cpu")
         optimizer, shard = make_optimizer(denoiser, settings), None
         if settings["shard"] and place.world > 1:
             shard = Shard(optimizer, {} if ema is denoiser else averages_of(denoiser, ema), place)
@@ -200,6 +202,7 @@ def train_benchmark(
     warm-up, parts in the device's time; forward, backward and sharing are told apart afterwards. trace: a file for the
     first rank's trace."""
     device, rank, world, _ = place
+    estimate = memory_estimate(settings, denoiser, None, device)["peak"]  # before weights change their dtype
     timed = TimedSteps(settings, denoiser, schedule, place, loader, text_of, shapes)
     clock, started = timed.clock, time.perf_counter()
     timed.step()
@@ -233,6 +236,7 @@ def train_benchmark(
             **{f"{name}_ms": None if value is None else round(value, 2) for name, value in parts.items()},
             "first_step_s": round(first_step, 2), "gradients_by": shared and type(shared.way).__name__,
             **benchmark_facts(device, rate / world * passes(settings) * flops), "peak_GiB": peak_gib,
+            "estimated_peak_GiB": round(estimate / 2**30, 2), "trained": sum(p.numel() for p in denoiser.trained()),
         }))  # fmt: skip
     if world > 1:
         del timed  # as at the end of training: DDP goes before the group

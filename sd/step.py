@@ -17,6 +17,7 @@ from sd.networks import unet_config
 from sd.objective import Denoiser, backward, in_autocast
 from sd.optim import (
     AdamW8bit,
+    FarAverage,
     FusedStep,
     FusedStep8bit,
     ScheduleFree,
@@ -66,6 +67,9 @@ class Update:
         self.shard, self.updated = shard, self.parameters
         if shard:
             self.updated, self.averages = list(shard.pieces.values()), list(shard.averages.values())
+        self.far = None
+        if settings["ema_on_cpu"]:
+            self.far, self.averages = FarAverage(self.averages, self.parameters), []
         averages, self.copied = dict(zip(self.updated, self.averages)), []
         if isinstance(optimizer, ScheduleFree):  # whose average is not the EMA, but in its place
             optimizer.averages, self.averages = averages, []
@@ -91,6 +95,9 @@ class Update:
             norm = self.fused.norm()
             self.fused.step(lr, norm, limit, decay)
             self._spread()
+            if self.far:
+                self.fused.complete()  # of weights that other processes update
+            self._far_average(norm, decay)
             return norm
         if isinstance(self.optimizer, torch.optim.AdamW):
             norm = nn.utils.clip_grad_norm_(self.parameters, limit, foreach=True)
@@ -106,6 +113,7 @@ class Update:
         if self.averages and math.isfinite(norm):
             update_ema(self.averages, self.updated, decay)
         self._spread()
+        self._far_average(norm, decay)
         return norm
 
     def _spread(self):
@@ -115,6 +123,10 @@ class Update:
             self.shard.spread()
         if self.copied:
             torch._foreach_copy_([p.copy_bf16 for p in self.copied], [p.detach() for p in self.copied])
+
+    def _far_average(self, norm: torch.Tensor, decay: float):
+        if self.far and math.isfinite(norm):
+            self.far.update(decay)
 
     def _norm(self) -> torch.Tensor:
         if self.kernels:
@@ -178,13 +190,13 @@ class MicroSteps:
         if graphs_run(settings, shapes):
             self.graphed = GraphedBackward(self._plain, update.parameters, settings["accumulate"], update.shared)
 
-    def _plain(self, latents, noise, t, ids, last: bool) -> torch.Tensor:
+    def _plain(self, *tensors: torch.Tensor, last: bool) -> torch.Tensor:
         text_of, schedule, settings = self.parts
         if self.shared:
             self.shared.last = last
         with averaging(self.model, last):
-            batch = Batch(latents, noise, t, ids)
-            losses = backward(self.net, batch, text_of(ids), schedule, settings, self.share)
+            batch = Batch.of(tensors)
+            losses = backward(self.net, batch, text_of(batch.ids), schedule, settings, self.share)
         if self.shared and last:
             self.shared.finish()
         return losses
@@ -192,18 +204,18 @@ class MicroSteps:
     def __call__(self, batch: Batch, first: bool, last: bool) -> torch.Tensor:
         """Weighted losses [B] of one micro-batch; the first, the last of its step?"""
         if not self.compiled:
-            compile_ahead(lambda: self._plain(*batch[:4], last=False))
+            compile_ahead(lambda: self._plain(*batch.tensors, last=False))
             forget_gradients(self.parameters)
             self.compiled = True
         if self.graphed:
             try:
-                return self.graphed(*batch[:4], first=first, last=last)
+                return self.graphed(*batch.tensors, first=first, last=last)
             except NotRecorded as e:  # a text encoder that waits for the device, say
                 self.say(f"note: going on without CUDA graphs ({str(e).splitlines()[0]})")
                 self.without_graphs()
                 if self.shared:
                     self.shared.reset()
-        return self._plain(*batch[:4], last=last)
+        return self._plain(*batch.tensors, last=last)
 
     def without_graphs(self):
         """Give up the recorded passes, their gradients and their memory."""

@@ -49,7 +49,10 @@ class FakeSplit:
         return len(self.ids)
 
     def shown(self, index, mirrored, positions):
-        return index, self.latents(index, mirrored)
+        return index, self.latents(index, mirrored), None
+
+    def weights(self, index):
+        return None
 
     def latents(self, index, mirrored=0):
         return (

@@ -682,8 +682,9 @@ class NoWaiting(TorchDispatchMode):
 
 
 def test_product_files_import_no_oracle():
-    """diffusers, datasets, open_clip and torchvision are for tests alone, and for benchmarks as what is raced."""
-    banned = {"diffusers", "datasets", "open_clip", "torchvision", "accelerate", "lightning", "pytorch_lightning"}
+    """diffusers, peft, datasets, open_clip and torchvision are for tests alone, and for benchmarks as what is raced."""
+    banned = {"diffusers", "peft", "datasets", "open_clip", "torchvision", "accelerate", "lightning"}
+    banned.add("pytorch_lightning")
     files = [
         p
         for p in ROOT.rglob("*.py")

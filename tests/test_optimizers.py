@@ -890,8 +890,127 @@ def test_fit_through_the_program(data, tmp_path):
     """What it chose is what the run is made of, and a resume keeps to it."""
     more = ("--without", "ema", "--max_steps", 2, "--val_steps", 0, "--fit")
     text = train(data, tmp_path / "run", *more, 0.003, "--stop_at", 1)
-    assert "fit 0.003 GiB: --no_ema" in text
+    assert "fit 0.003 GiB: --cache_text, --no_ema" in text and "encoded once" in text
     text = train(data, tmp_path / "run", *more, 0.003, "--resume")
     assert rows(tmp_path / "run")[-1]["step"] == 2
     assert "is less than this training needs" in train(data, tmp_path / "small", *more, 1e-5, expect=2)
     assert not (tmp_path / "small").exists()
+
+
+PICTURES = ("--pictures", "cat", "--init_from", "model")
+
+
+def test_fit_begins_with_what_costs_no_speed(monkeypatch):
+    """What is encoded first, then the rest; the EMA is put on the CPU only where it may not be left out."""
+    from types import SimpleNamespace
+
+    def other(settings, *_):
+        saved = 5 * bool(settings["cache_text"]) + 3 * bool(settings["encode_first"]) + 10 * settings["ema_on_cpu"]
+        return {"peak": estimate(settings)["peak"] - saved * 2**30 / 1.1}
+
+    monkeypatch.setattr(sd.plan, "memory_estimate", other)
+
+    def chosen(gib: float, *words, begins=True, text=True) -> dict:
+        args = SD_Train.parse_args(["--phase", "finetune", "--model", "micro", "--batch", "32", "--dtype", "bf16",
+                                    "--fit", str(gib), *words])  # fmt: skip
+        settings = SD_Train.for_device(SD_Train.resolve(args, None), CPU) | {"kernels": False}
+        before, said = dict(settings), []
+        sd.plan.fit(args, settings, None, SimpleNamespace() if text else None, CPU, begins, said.append)
+        changed = {k: v for k, v in settings.items() if before[k] != v}
+        assert all(f"--{name}" in said[0] for name in changed)
+        return changed
+
+    first, both = {"cache_text": True}, {"cache_text": True, "encode_first": True}
+    assert chosen(105, *PICTURES) == {}
+    assert chosen(100, *PICTURES) == first  # 95 and 4.x of room
+    assert chosen(97, *PICTURES) == both
+    assert chosen(88, *PICTURES) == both | {"no_ema": True}
+    assert chosen(78, *PICTURES) == both | {"no_ema": True, "grad_checkpoint": "resblocks"}
+    assert chosen(97, *PICTURES, "--flip") == first | {"no_ema": True}  # cut anew: the VAE stays
+    assert chosen(100, *PICTURES, "--no_cache_text") == {"encode_first": True, "no_ema": True}
+    assert "cache_text" not in chosen(85, *PICTURES, "--no_cache_text")
+    assert "encode_first" not in chosen(85, *PICTURES, "--no_encode_first")
+    assert "encode_first" not in chosen(85, "--init_from", "model")  # latents on disk
+    assert "cache_text" not in chosen(85, *PICTURES, text=False)
+    assert "cache_text" not in chosen(75, *PICTURES, "--train_text_encoder")
+    kept = both | {"grad_checkpoint": "all", "optimizer": "adamw8bit", "weights_dtype": "bf16"}
+    assert chosen(47, *PICTURES, "--ema", "0.99") == kept
+    assert chosen(41, *PICTURES, "--ema", "0.99") == kept | {"ema_on_cpu": True}
+    assert chosen(67, *PICTURES, begins=False) == both | {"grad_checkpoint": "all", "ema_on_cpu": True}
+
+
+def test_the_estimate_knows_what_is_off_the_device():
+    net = sd.objective.Denoiser(SD_Model.UNet(SD_Model.PRESETS["micro"]["unet"]), None)
+    numbers = SD_Model.count_parameters(net)[1]
+
+    def parts(**changes):
+        return sd.plan.memory_estimate(settings_of() | changes, net, None, CPU)
+
+    plain, far = parts(), parts(ema_on_cpu=True)
+    assert plain["EMA"] - far["EMA"] == plain["peak"] - far["peak"] == 4 * numbers and far["EMA"] == 0
+    online, first = parts(pictures="cat"), parts(pictures="cat", encode_first=True)
+    vae = SD_Model.count_parameters(SD_Model.VAE(SD_Model.PRESETS["micro"]["vae"]))[1]
+    assert online["VAE"] == 4 * vae + 5 * 8 * 8 * 8 * 4  # 8 channels at an eighth of 64 pixels a side, fp32
+    assert first["VAE"] == plain["VAE"] == 0 and online["peak"] - first["peak"] == online["VAE"]
+
+
+def test_an_average_on_the_cpu_is_the_same_average(data, tmp_path):
+    """In the checkpoints, bit for bit; validation and grids take the live weights; and a resume may change over."""
+    more = ("--max_steps", 6, "--without", "save_steps", "--save_steps", 6)
+    train(data, tmp_path / "near", *more)
+    train(data, tmp_path / "far", *more, "--ema_on_cpu")
+    (near, _), (far, _) = (micro.contents(micro.checkpoints(tmp_path / n)[-1]) for n in ("near", "far"))
+    assert near.keys() == far.keys() and all(torch.equal(near[name], far[name]) for name in near)
+    assert any("unet_ema" in name for name in near)
+    told = [{row["weights"] for row in rows(tmp_path / n, "validation.jsonl")} for n in ("near", "far")]
+    assert told == [{"live", "ema"}, {"live"}]
+    train(data, tmp_path / "cut", *more, "--ema_on_cpu", "--stop_at", 3)
+    train(data, tmp_path / "cut", *more, "--optimizer", "adamw", "--resume")
+    cut, _ = micro.contents(micro.checkpoints(tmp_path / "cut")[-1])
+    assert all(torch.equal(near[name], cut[name]) for name in near)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_an_average_on_the_cpu_beside_kernels(name, large_blocks):
+    """It moves as the one that the optimizer's pass has, after the weights; a skipped step moves neither."""
+    found = []
+    for far in (False, True):
+        torch.manual_seed(0)
+        net = sd.objective.Denoiser(nn.Linear(80, 80), None)
+        ema = copy.deepcopy(net)
+        settings = settings_of("--optimizer", name, *(["--ema_on_cpu"] if far else [])) | {"kernels": True}
+        update = sd.step.Update(sd.optim.make_optimizer(net, settings), net, ema, settings, 1)
+        for step in range(3):
+            for i, p in enumerate(update.parameters):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i + 10 * step))
+                p.grad += math.nan if step == 1 else 0
+            if not math.isfinite(update(1e-2, 1.0, 0.5)):
+                update.skipped()
+        found.append([p.detach().clone() for p in [*net.parameters(), *ema.parameters()]])
+    assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(*found))
+    assert all(torch.isfinite(a).all() for a in found[1]) and not torch.equal(found[1][0], found[1][2])
+
+
+def test_far_averages_keep_to_the_layout():
+    live = [torch.randn(6, 4, 3, 3).to(memory_format=torch.channels_last), torch.randn(5)]
+    near = [torch.randn(6, 4, 3, 3).to(memory_format=torch.channels_last), torch.randn(5)]
+    far = [e.clone() for e in near]
+    sd.optim.update_ema(near, live, 0.9)
+    sd.optim.FarAverage(far, live).update(0.9)
+    assert all(torch.equal(a, b) for a, b in zip(near, far))
+    short = [p.bfloat16() for p in live]
+    sd.optim.update_ema(near, short, 0.9)
+    sd.optim.FarAverage(far, short).update(0.9)
+    assert all(torch.equal(a, b) for a, b in zip(near, far))
+
+
+@pytest.mark.parametrize(
+    "more, reason",
+    [
+        (("--no_ema",), "--ema_on_cpu is of an EMA, and --no_ema has none"),
+        (("--optimizer", "schedulefree"), "--optimizer schedulefree has none"),
+    ],
+)
+def test_an_average_on_the_cpu_wants_an_average(more, reason, data, tmp_path):
+    assert reason in train(data, tmp_path / "run", "--without", "ema", "--ema_on_cpu", *more, expect=2)

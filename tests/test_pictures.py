@@ -379,7 +379,7 @@ def test_cut_empty_and_missing_tars_are_counted_and_refused_with_strict(tmp_path
     assert keys(index) == ["s/00/0", "s/00/1", "s/00/2", "s/01/0", "s/05/b"]
     assert +left_out == {"cut_tar": 2, "missing_tar": 1, "truncated": 1}
     settings = dict.fromkeys(("caption", "captions", "caption_encoding", "index", "cache"))
-    settings |= {"strict": True, "cache_gib": 1.0, "window": 0}
+    settings |= {"strict": True, "cache_gib": 1.0, "window": 0, "masks": False}
     with pytest.raises(InputError, match="--strict wants .*cut_tar 2, missing_tar 1, truncated 1; the first: s/05/a"):
         sd.online.indexed(text, settings, [], None, 0, print)
     sd.online.indexed(str(root / "tars/images"), settings, [], None, 0, print)
@@ -617,7 +617,7 @@ def test_another_picture_stands_in_for_a_damaged_one_with_its_own_caption(root, 
     index, *_ = index_of(folder)
     parts, said = find_parts(str(folder), Captions(), None, Counter()), []
     split = pictures_of(root, (index, parts), say=said.append)
-    which, latents = split.shown(np.array([1, 2, 5, 2]), 0, np.arange(4))
+    which, latents, _ = split.shown(np.array([1, 2, 5, 2]), 0, np.arange(4))
     assert which.tolist() == [1, 3, 5, 3] and (latents[1] == latents[3]).all()
     assert len(said) == 1 and "cat/p02.jpg cannot be decoded (corrupt)" in said[0]
     with pytest.raises(InputError, match="p02.jpg cannot be decoded"):
@@ -718,7 +718,7 @@ def test_tars_of_a_server_are_got_once_and_again_when_they_had_to_make_room(root
     os.close(small[1].remote.open())
     assert list((tmp_path / "cache").glob("*.tar")) == [small[1].remote.path]
     settings = dict.fromkeys(("caption", "captions", "caption_encoding", "index", "strict"))
-    settings |= {"cache": str(tmp_path / "cache"), "cache_gib": 1e-6, "window": 0}
+    settings |= {"cache": str(tmp_path / "cache"), "cache_gib": 1e-6, "window": 0, "masks": False}
     with pytest.raises(InputError, match="--cache_gib is 1e-06: raise it, or give --window"):
         sd.online.indexed(server + "/images/{00000..00002}.tar", settings, [], None, 0, print)
     Files.cut = True
@@ -758,7 +758,7 @@ def test_commands_are_run_without_a_shell_and_cut_streams_are_errors(root, tmp_p
         "window": 0,
         "caption": None,
     }
-    off |= {"latent_fraction": 1.0, "workers": None, "picture_memory": 1.0, "cache_gib": 1.0}
+    off |= {"mask_floor": 0.0, "latent_fraction": 1.0, "workers": None, "picture_memory": 1.0, "cache_gib": 1.0}
     check_settings(off, {"pictures"})
     with pytest.raises(InputError, match="--pictures of this run has a command: give that flag again"):
         check_settings(off, {"resume"})

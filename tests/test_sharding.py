@@ -378,6 +378,7 @@ def test_updates_of_parts_with_fused_kernels(optimizer, net, dtype, shape):
         (("--optimizer", "prodigy", "--lr", 1), "--optimizer prodigy looks at whole"),
         (("--optimizer", "schedulefree", "--without", "ema"), "--optimizer schedulefree looks at whole"),
         (("--lora", 4, "--init_from", "x"), "--shard saves next to nothing with --lora"),
+        (("--ema_on_cpu",), "--shard leaves a part of the average to each process"),
         (("--weights_dtype", "bf16", "--dtype", "bf16"), "--shard wants weights in fp32, found --weights_dtype bf16"),
     ],
 )
