@@ -63,6 +63,7 @@ from sd.setup import (
     text_for,
     vae_of_latents,
 )
+from sd.sharding import check_shard
 from sd.slurm import SIGNALS, UNFINISHED
 from sd.speed import TRACED, train_benchmark, warm_up_steps
 from sd.step import MicroSteps, Update, peak_memory, wrap
@@ -136,6 +137,7 @@ DEFAULTS = dict(
     masks=False, mask_floor=0.0,
     cache_text=None, caption_memory=4.0, encode_first=None, ema_on_cpu=False,
     health_steps=200,
+    shard=False,
 )  # fmt: skip
 # What a phase changes of them. These phases go on from a model that is there.
 FURTHER = {
@@ -148,7 +150,7 @@ CHANGEABLE = set(
     "grad_checkpoint kernels compress_gradients peer_copies dtype channels_last save_steps keep_last keep_every "
     "val_steps val_images sample_steps sample_prompts sample_cfg log_steps max_skipped wandb "
     "pictures captions index strict images workers picture_memory cache cache_gib health_steps "
-    "cache_text caption_memory encode_first ema_on_cpu".split()
+    "cache_text caption_memory encode_first ema_on_cpu shard".split()
 )
 TOO_MANY_SKIPPED = (
     "error: {} steps in a row had gradients that are not finite; look for NaN in the latents, lower --lr, or go on "
@@ -341,6 +343,11 @@ def parse_args(argv=None) -> argparse.Namespace:
     g = p.add_argument_group("several machines")
     g.add_argument("--requeue_signal", choices=SIGNALS, help="save and stop at this signal too, and end with status "
                    f"{UNFINISHED} when a signal stopped the run, for slurm/train.sbatch (default: none)")  # fmt: skip
+    g.add_argument("--shard", help="each process keeps and updates its part of the optimizer's state and of the "
+                   "average; checkpoints are the same files. NCCL or gloo shares gradients then, as with "
+                   "--no_peer_copies", **on)  # fmt: skip
+    g.add_argument("--no_shard", dest="shard", action="store_false", default=None,
+                   help="each keeps all, as of a run that began with --shard")  # fmt: skip
     g.add_argument("--timeout", type=float, help="seconds that processes wait for each other (default: 600 with GPUs, "
                    "else 1800)")  # fmt: skip
     return p.parse_args(argv)
@@ -517,6 +524,7 @@ def main(argv=None):
     saved = json.loads((checkpoint / "state.json").read_text()) if checkpoint else None
     settings = for_device(resolve(args, saved and saved["settings"]), device)
     check_optimizer(args, settings, begins=saved is None)
+    check_shard(settings)
     check_agreement(agreed_flags(args, settings, saved), device, world)
     schedule = NoiseSchedule(
         settings["betas"], prediction=settings["prediction"], zero_terminal_snr=settings["zero_terminal_snr"]
@@ -566,7 +574,7 @@ def main(argv=None):
     if world > 1:
         agreed = {"the number of steps": plan.total, "settings": crc(settings)}
         check_agreement(agreed | agreed_inputs(data, inputs, checkpoint, denoiser, ema), device, world)
-    update = Update(trained.optimizer, denoiser, ema, settings, world)
+    update = Update(trained.optimizer, denoiser, ema, settings, world, trained.shard)
     folder = None  # the first process alone writes, and nothing before this line
     if place.first:
         command = resume_command(sys.argv[1:] if argv is None else argv)
@@ -642,7 +650,7 @@ def main(argv=None):
                     folder.log.write("log.jsonl", row)
                 progress.window = Window()
             if validating or painting or saving or step == plan.first + 1:  # where whatever it lacks is seen at once
-                update.complete()
+                update.complete(validating or painting)
             if validating:
                 for weights, module in (("live", denoiser), ("ema", shown))[: 1 if shown is denoiser else 2]:
                     for split, part in fixed.items():
@@ -654,8 +662,11 @@ def main(argv=None):
                 path = out / "samples" / f"step_{step:08d}.png"
                 sample_grid(path, shown, text_encoder, vae, schedule, prompts, settings, device)
                 folder.log.picture(path, step)
+            update.shown()
             if folder and validating:
                 folder.report()
+            if saving and trained.shard:
+                trained.shard.gather(folder)
             if folder and saving:
                 folder.save(seen)
             if step == plan.first + 2 and device.type == "cuda":  # Adam's state is there from the first step's end

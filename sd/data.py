@@ -43,6 +43,18 @@ def generator(*key: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=words))
 
 
+def permutation(random: np.random.Generator, size: int) -> np.ndarray:
+    """random.permutation(size), in half of its memory where four bytes a number do: uint32, else int64 [size]."""
+    numbers = np.arange(size, dtype=kind_of(size))
+    random.shuffle(numbers)
+    return numbers
+
+
+def kind_of(size: int) -> type:
+    """Of numbers below size."""
+    return np.uint32 if size < 1 << 32 else np.int64
+
+
 class Generators:
     """generator(seed, stream, position) for one position after the other: one Philox whose key is set anew, which takes
     a tenth of the time that making one takes. What is drawn is the same."""
@@ -313,7 +325,7 @@ class Split:
             at = np.stack([plain.take(kept), pc.coalesce(mirrored, plain).take(kept)], axis=1)
             counts.append(None if count is None else count[kept])
             ids.append(
-                token_ids[kept] if count is None else token_ids[_runs((np.cumsum(count) - count)[kept], count[kept])]
+                token_ids[kept] if count is None else token_ids[runs((np.cumsum(count) - count)[kept], count[kept])]
             )
             shard.append((store.shard[at] + len(self.arrays)).astype(np.int32))
             row.append(store.row[at].astype(np.int32))
@@ -339,6 +351,11 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.shard)
+
+    @property
+    def several(self) -> bool:
+        """Whether a picture has several captions."""
+        return self.first is not None
 
     @property
     def length(self) -> int:
@@ -395,7 +412,7 @@ class Split:
         return index, self.latents(index, mirrored), self.weights(index)
 
 
-def _runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """starts[0], starts[0] + 1, ... (counts[0] numbers), then those from starts[1], and so on: int64."""
     return np.arange(counts.sum()) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
 
@@ -408,7 +425,11 @@ class SampleOrder:
 
     windows: of pictures in tars that should be read in one place after the other, (tar of each picture, int [N]; W):
     an epoch of a source then shuffles its tars, and the pictures within each W tars that follow each other.
+
+    It holds two epochs, of 4 bytes a picture each, and while it makes one at most as much again and 8 bytes more.
     """
+
+    STRETCH = 1 << 22  # positions that are merged at once
 
     def __init__(self, sizes: list[int], weights: list[float] | None, seed: int, windows=None):
         self.sizes, self.seed, self.epoch_size, self.windows = sizes, seed, sum(sizes), windows
@@ -423,27 +444,64 @@ class SampleOrder:
     def _permutation(self, source: int, epoch: int) -> np.ndarray:
         random, size = generator(self.seed, STREAM_SOURCE + 4 * source, epoch), self.sizes[source]
         if self.windows is None:
-            return random.permutation(size)
+            return permutation(random, size)
         tars, at_once = self.windows
-        tars, number = np.unique(tars[self.offsets[source] : self.offsets[source] + size], return_inverse=True)
-        return np.lexsort((random.random(size), random.permutation(len(tars))[number] // at_once))
+        tars = tars[self.offsets[source] : self.offsets[source] + size]
+        begins = np.concatenate([[0], np.flatnonzero(tars[1:] != tars[:-1]) + 1, [size]])  # each tar's pictures
+        key = random.random(size)
+        if (np.diff(tars[begins[:-1]].astype(np.int64)) <= 0).any():  # they do not lie one after the other
+            names, number = np.unique(tars, return_inverse=True)
+            return np.lexsort((key, random.permutation(len(names))[number] // at_once)).astype(kind_of(size))
+        window, index = random.permutation(len(begins) - 1) // at_once, np.empty(size, kind_of(size))
+        by_window, done = np.argsort(window, kind="stable"), 0
+        for some in np.split(by_window, np.flatnonzero(np.diff(window[by_window])) + 1):
+            members = np.concatenate([np.arange(begins[k], begins[k + 1]) for k in some])
+            index[done : done + len(members)] = members[np.argsort(key[members], kind="stable")]
+            done += len(members)
+        return index
 
     def epoch(self, e: int) -> np.ndarray:
-        """Indices into the split, int [epoch_size], of epoch e."""
+        """Indices into the split, whole numbers [epoch_size], of epoch e."""
         if e not in self._cache:
-            times, index = [], []
-            for s, (draws, size) in enumerate(zip(self.draws, self.sizes)):
-                if draws == 0:
-                    continue
-                jitter = generator(self.seed, STREAM_EPOCH + 4 * s, e).random(draws)
-                times.append((np.arange(draws) + jitter) / draws)
-                first, last = e * draws, (e + 1) * draws  # of the source's own endless sequence of epochs
-                own = [self._permutation(s, k) for k in range(first // size, (last - 1) // size + 1)]
-                start = first - first // size * size
-                index.append(np.concatenate(own)[start : start + draws] + self.offsets[s])
-            order = np.argsort(np.concatenate(times), kind="stable")
-            self._cache = {k: v for k, v in self._cache.items() if k == e - 1} | {e: np.concatenate(index)[order]}
+            self._cache = {k: v for k, v in self._cache.items() if k == e - 1}
+            index = [self._drawn(s, e) for s, draws in enumerate(self.draws) if draws]
+            self._cache[e] = index[0] if len(index) == 1 else self._merged(index, e)
         return self._cache[e]
+
+    def _drawn(self, source: int, e: int) -> np.ndarray:
+        """What epoch e has of a source, in the order in which it comes."""
+        draws, size = int(self.draws[source]), self.sizes[source]
+        first, last = e * draws, (e + 1) * draws  # of the source's own endless sequence of epochs
+        own = [self._permutation(source, k) for k in range(first // size, (last - 1) // size + 1)]
+        start = first - first // size * size
+        index = (own[0] if len(own) == 1 else np.concatenate(own))[start : start + draws]
+        kind = kind_of(int(self.offsets[-1]))
+        index = index.astype(kind, copy=False)
+        return index + kind(self.offsets[source]) if self.offsets[source] else index
+
+    def _merged(self, index: list[np.ndarray], e: int) -> np.ndarray:
+        """Of what an epoch has of each source the order of all: by times at which each comes, evenly spread and
+        jittered. These rise within a source, so that a stretch of the epoch can be sorted after the other."""
+        sources = [s for s, draws in enumerate(self.draws) if draws]
+        random = [generator(self.seed, STREAM_EPOCH + 4 * s, e) for s in sources]
+        merged, done = np.empty(self.epoch_size, index[0].dtype), 0
+        made, taken, waiting = [0] * len(index), [0] * len(index), [np.zeros(0)] * len(index)
+        stretches = self.epoch_size // self.STRETCH + 1
+        for stretch in range(1, stretches + 1):
+            until, times, found = stretch / stretches if stretch < stretches else math.inf, [], []
+            for k, own in enumerate(index):
+                draws = len(own)
+                end = draws if stretch == stretches else max(made[k], min(draws, int(until * draws) + 2))
+                jittered = (np.arange(made[k], end) + random[k].random(end - made[k])) / draws
+                waiting[k], made[k] = np.concatenate([waiting[k], jittered]), end
+                count = int(np.searchsorted(waiting[k], until))
+                times.append(waiting[k][:count])
+                found.append(own[taken[k] : taken[k] + count])
+                waiting[k], taken[k] = waiting[k][count:], taken[k] + count
+            order = np.argsort(np.concatenate(times), kind="stable")
+            merged[done : done + len(order)] = np.concatenate(found)[order]
+            done += len(order)
+        return merged
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """Indices into the split at global positions (images seen before), int [B]."""
@@ -546,7 +604,7 @@ def make_batch(
     if split.flipped:
         coins = Generators(seed, STREAM_FLIP)
         mirrored = np.array([coins.at(int(p)).integers(2) for p in positions])
-    turn = uniforms(seed, STREAM_CAPTION, positions) if split.first is not None else 0.0
+    turn = uniforms(seed, STREAM_CAPTION, positions) if split.several else 0.0
     index, stored, weights = split.shown(index, mirrored, positions)
     ids = split.token_ids(index, turn)
     z = stored.shape[1] // 2 if split.moments else stored.shape[1]
@@ -570,7 +628,7 @@ def make_batch(
 
 def validation_index(split: Split, count: int, name: str, seed: int) -> np.ndarray:
     """Which `count` pictures of a split are validated on; fixed by the seed."""
-    return generator(seed, STREAM_VALIDATION + (name == "train"), 0).permutation(len(split))[:count]
+    return permutation(generator(seed, STREAM_VALIDATION + (name == "train"), 0), len(split))[:count].astype(np.int64)
 
 
 def validation_batches(split: Split, count: int, name: str, seed: int, steps: int, say=print) -> list[Batch]:

@@ -196,7 +196,8 @@ class Health:
         size = self.figures["weight_norm", None].clamp(min=1e-30)
         if not self.shared:
             self.figures["update", None] = self._by_block((new - self.old).square() * stands_for, block).sqrt() / size
-        if self.averages[0] is not self.parameters[0]:  # with --no_ema they are the weights
+        # With --no_ema they are the weights, and with --shard they are in parts.
+        if self.averages[0] is not self.parameters[0] and self.averages[0].shape == self.parameters[0].shape:
             away = new - torch.cat([spaced(p) for p in self.averages]).to(new.device)  # --ema_on_cpu
             self.figures["ema_distance", ""] = (away.square() * stands_for).sum().sqrt() / size.norm()
         row = {"step": step, "lr": lr, "clipped": self.clipped / self.steps, "skipped": self.skipped}

@@ -24,9 +24,11 @@ import json
 import math
 import os
 import re
+import shutil
 import tarfile
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +38,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sd import usertext
+from sd.columns import TEXT_LISTS, TEXTS, map_columns, write_columns
 from sd.errors import InputError, reading
 from sd.files import atomic_path, stamp
 from sd.folder_captions import (
@@ -66,6 +69,8 @@ MAX_TARS = 1_000_000  # that braces may stand for
 POLL_S = 0.5  # between looks at parts that are in other processes' hands
 
 LISTS = (".csv", ".jsonl", ".parquet")
+
+MAPPED = 1_000_000  # pictures; of more the table lies in files, and below it in each process's memory
 
 SHOWN = 1000  # pictures that are left out are named in a part's metadata, up to so many
 
@@ -533,40 +538,59 @@ class Index(NamedTuple):
 
 def read_index(parts: list[Part], columns: list[str], where: Where | None = None, masks: bool = False) -> Index:
     """Of parts that are indexed, the pictures that `where` is true of. columns: of n:NAME and t:NAME; null where a part
-    has none; masks: the columns of masks too. InputError if no part has a field that `where` names."""
-    base = {"key": pa.large_string(), "offset": pa.int64(), "bytes": pa.int64(),
-            "captions": pa.large_list(pa.large_string()), "fraction": pa.float64()}  # fmt: skip
-    base |= {"mask": pa.int64(), "mask_bytes": pa.int64()} if masks else {}
-    wanted = base | {name: pa.float64() if name.startswith(COLUMN[NUMBER]) else pa.large_string() for name in columns}
-    looked_at = {*columns, *(where.columns() if where else [])}
+    has none; masks: the columns of masks too. InputError if no part has a field that `where` names.
 
-    def read(number: int):
+    The table of more than MAPPED pictures lies in files, in a folder beside the first part's index, which is made once
+    for the same parts, columns and `where`, and which all processes map."""
+    kinds = {"key": TEXTS, "offset": pa.int64(), "bytes": pa.int64(), "captions": TEXT_LISTS,
+             "fraction": pa.float64()}  # fmt: skip
+    kinds |= {"mask": pa.int64(), "mask_bytes": pa.int64()} if masks else {}
+    base = set(kinds)
+    kinds |= {name: pa.float64() if name.startswith(COLUMN[NUMBER]) else TEXTS for name in columns}
+    looked_at, fields, lacking = {*columns, *(where.columns() if where else [])}, set(), [0]
+    with ThreadPoolExecutor(8) as pool:
+        abouts = list(pool.map(told_by, parts))
+    changed = [part for part, about in zip(parts, abouts) if about is None]
+
+    def read(number: int) -> pa.Table:
         part = parts[number]
-        about = told_by(part)
         with reading(part.index, "delete it and run the command again"):
             names = pq.read_schema(part.index).names
             table = pq.read_table(part.index, columns=[name for name in names if name in base or name in looked_at])
-        if about is None or len(table) != about["pictures"]:
-            raise InputError(f"{part.path} was changed while it was indexed: run the command again when it is finished")
-        lacking = 0
+        if len(table) != abouts[number]["pictures"]:
+            raise changed_meanwhile(part)
+        fields.update(names)
         if where:
             true, known = where.rows(table)
-            table, lacking = table.filter(pa.array(true)), int((~known).sum())
+            table, lacks = table.filter(pa.array(true)), int((~known).sum())
+            lacking.append(lacks)
         arrays = [
-            table[name].cast(kind) if name in names else pa.nulls(len(table), kind) for name, kind in wanted.items()
+            table[name].cast(kind) if name in names else pa.nulls(len(table), kind) for name, kind in kinds.items()
         ]
-        table = pa.table(dict(zip(wanted, arrays)))
-        return table.append_column("part", pa.array(np.full(len(table), number, np.int32))), about, names, lacking
+        table = pa.table(dict(zip(kinds, arrays)))
+        return table.append_column("part", pa.array(np.full(len(table), number, np.int32)))
 
-    with ThreadPoolExecutor(8) as pool:
-        tables, abouts, names, lacking = zip(*pool.map(read, range(len(parts))))
+    if changed:
+        raise changed_meanwhile(changed[0])
+    stored, pictures = kinds | {"part": pa.int32()}, sum(about["pictures"] for about in abouts)
+    folder, facts = None, {}
+    if pictures > MAPPED:
+        content = [[part.index.name, part.made_from] for part in parts]
+        content += [list(kinds), where.text if where else None]
+        name = f"columns-{hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]}"
+        folder = _kept_columns(parts[0].index.parent, name, stored, lambda: in_order(read, len(parts)),
+                               lambda: {"fields": sorted(fields), "lacking": sum(lacking)})  # fmt: skip
+    if folder:
+        table, facts = map_columns(folder, stored)
+    else:
+        table = pa.concat_tables(list(in_order(read, len(parts)))).combine_chunks()
     rejects = Counter()
     for about in abouts:
         rejects.update(about["rejects"])
     rejected = [tuple(row) for about in abouts for row in about["rejected"]]
-    got, pictures = [about["bytes"] for about in abouts if "bytes" in about], sum(about["pictures"] for about in abouts)
-    fields = {name for own in names for name in own}
-    index = Index(pa.concat_tables(tables), rejects, rejected, fields, got, pictures, sum(lacking))
+    got = [about["bytes"] for about in abouts if "bytes" in about]
+    fields.update(facts.get("fields", ()))
+    index = Index(table, rejects, rejected, fields, got, pictures, facts.get("lacking", sum(lacking)))
     for name, column in zip(where.fields, where.columns()) if where and pictures else ():
         if column not in fields:
             raise InputError(
@@ -574,6 +598,59 @@ def read_index(parts: list[Part], columns: list[str], where: Where | None = None
                 f"there: {field_names(index)}"
             )
     return index
+
+
+def changed_meanwhile(part: Part) -> InputError:
+    return InputError(f"{part.path} was changed while it was indexed: run the command again when it is finished")
+
+
+def in_order(function, count: int, ahead: int = 16) -> Iterator:
+    """function(0), function(1), ..., of which threads make a few ahead."""
+    with ThreadPoolExecutor(8) as pool:
+        coming = deque(pool.submit(function, i) for i in range(min(ahead, count)))
+        for i in range(count):
+            if i + ahead < count:
+                coming.append(pool.submit(function, i + ahead))
+            yield coming.popleft().result()
+
+
+def _kept_columns(place: Path, name: str, kinds: dict, tables, about) -> Path | None:
+    """The folder of that name, written by one of the processes that see it while the others wait; None where nothing
+    can be written."""
+    folder = place / name
+    if (folder / "about.json").exists():
+        return folder
+    try:
+        (place / ".writable").touch()
+        (place / ".writable").unlink(missing_ok=True)
+    except OSError:
+        return None
+    with Locks(place) as locks:
+        while not (folder / "about.json").exists():
+            if not locks.take(name):
+                time.sleep(POLL_S)
+                continue
+            try:
+                if not (folder / "about.json").exists():
+                    _write_columns(folder, kinds, tables(), about)
+            finally:
+                locks.release(name)
+    return folder
+
+
+def _write_columns(folder: Path, kinds: dict, tables, about):
+    temporary = folder.with_name(f"{folder.name}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        write_columns(temporary, kinds, tables, about)
+        os.rename(temporary, folder)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise InputError(
+            f"{folder}, from which all processes were to read the index, cannot be written ({error.strerror}): make "
+            "room, or name another folder with --index"
+        ) from None
 
 
 def field_names(index: Index) -> str:

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from sd.data import STREAM_PICTURE, BucketOrder, SampleOrder, generator
+from sd.data import STREAM_PICTURE, BucketOrder, SampleOrder, generator, kind_of, runs
 from sd.device import DTYPES, Place
 from sd.encoder import Encoder
 from sd.errors import InputError
@@ -61,6 +61,8 @@ MAX_GROUPS = 10_000  # values that --balance evens out
 SMALL, SMALL_SHARE, LARGE_SHARE = 1000, 0.1, 0.01  # pictures of a small set; shares held out of such, and of others
 
 BENIGN = {"hidden", "mask", "link_repeated", "caption_alone", "listed_twice"}  # what --strict lets pass
+
+STRETCH = 1 << 18  # pictures whose rows are looked at at once, where all are
 
 MOST_AT_ONCE = 16  # pictures that a GPU encodes in one pass
 
@@ -257,43 +259,58 @@ class Pictures:
     missing = unreadable = 0
 
     def __init__(self, table: pa.Table, sizes: list[int], parts: list[Part], tokenizer, latents: Latents,
-                 shape: tuple[int, int, int], cutting: Cut, settings: dict, pool, say):  # fmt: skip
-        """table: rows of an Index, source after source; sizes: of the sources. shape: of a latent. pool: of the threads
-        that decode, or None."""
-        large, captions = pa.large_string(), _whole(table["captions"])
-        self.keys = pa.chunked_array([_whole(table["key"])], large)
-        counts = pc.list_value_length(captions).to_numpy(zero_copy_only=False).astype(np.int64)
-        self._texts, self.first = captions.flatten(), None
-        firsts = self._texts
-        if len(self._texts) > len(table):
-            self.first = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-            firsts = self._texts.take(pa.array(self.first[:-1]))
-        self.captions = pa.chunked_array([firsts], large)
-        self.part, self.offset, self.bytes = (table[name].to_numpy() for name in ("part", "offset", "bytes"))
-        self.mask = self.mask_bytes = None  # where each picture's mask lies; -1 where it has none
+                 shape: tuple[int, int, int], cutting: Cut, settings: dict, pool, say, rows=None):  # fmt: skip
+        """table: of an Index; sizes: of the sources. shape: of a latent. pool: of the threads that decode, or None.
+        rows: which of the table's rows, source after source, int [N]; None: all. What is read of the table is where it
+        lies, in files perhaps, and is not copied."""
+        self._key, self._texts = _whole(table["key"]), _whole(table["captions"])
+        self._part, self._offset, self._bytes = (
+            _whole(table[name]).to_numpy(zero_copy_only=False) for name in ("part", "offset", "bytes")
+        )
+        self._ends = self._texts.offsets.to_numpy()  # of each row's captions
+        self._texts, self._rows, self._count = self._texts.values, rows, len(table) if rows is None else len(rows)
+        self.several = any((self._counts(rows) > 1).any() for rows in self._stretches())
+        self.keys = Taken(self._key, self._at, len(self))
+        self.captions = Taken(self._texts, lambda index: self._ends[self._at(index)], len(self))
+        self._mask = self._mask_bytes = None  # where each row's mask lies; -1 where it has none
         if "mask" in table.column_names:
-            self.mask, self.mask_bytes = (pc.fill_null(table[n], -1).to_numpy() for n in ("mask", "mask_bytes"))
+            self._mask, self._mask_bytes = (
+                pc.fill_null(_whole(table[n]), -1).to_numpy(zero_copy_only=False) for n in ("mask", "mask_bytes")
+            )
             self._floor = settings["mask_floor"]
         self.sizes, self.parts, self.tokenizer, self.say = sizes, parts, tokenizer, say
-        self.shapes, self.shape = [shape], np.zeros(len(table), np.int8)
+        self.shapes, self.shape = [shape], np.broadcast_to(np.int8(0), len(self))
         self.length = tokenize(tokenizer, [""]).shape[1]
-        self.windows = (self.part, settings["window"]) if settings["window"] else None
-        self._ends = np.cumsum(sizes)
+        part = self._part if rows is None else self._part[rows] if settings["window"] else None
+        self.windows = (part, settings["window"]) if settings["window"] else None
+        self._source_ends = np.cumsum(sizes)
         self._latents, self._cut, self._seed, self._pool = latents, cutting, settings["seed"], pool
         self._strict, self._workers = settings["strict"], getattr(pool, "_max_workers", 0)
         self._kept = Kept(settings["picture_memory"] * 2**30)  # latents; of pictures that are cut anew, what is decoded
         self._coming, self._damaged, self._lock = {}, set(), threading.Lock()
 
+    def _at(self, index) -> np.ndarray:
+        """The table's rows of pictures."""
+        return np.asarray(index) if self._rows is None else self._rows[index]
+
+    def _counts(self, rows: np.ndarray) -> np.ndarray:
+        """How many captions rows of the table have."""
+        return self._ends[rows + 1] - self._ends[rows]
+
+    def _stretches(self) -> Iterator[np.ndarray]:
+        """The table's rows of all pictures in their order, int64, some at a time."""
+        for first in range(0, len(self), STRETCH):
+            yield self._at(np.arange(first, min(first + STRETCH, len(self)))).astype(np.int64)
+
     def __len__(self) -> int:
-        return len(self.part)
+        return self._count
 
     def token_ids(self, index: np.ndarray, turn: np.ndarray | float = 0.0) -> np.ndarray:
         """As Split.token_ids; made when they are wanted."""
-        if self.first is None:
-            at = np.asarray(index)
-        else:
-            begin = self.first[index]
-            at = begin + (turn * (self.first[np.asarray(index) + 1] - begin)).astype(np.int64)
+        rows = self._at(index)
+        at = self._ends[rows]
+        if self.several:
+            at = at + (turn * self._counts(rows.astype(np.int64))).astype(np.int64)
         return tokenize(self.tokenizer, self._texts.take(pa.array(at)).to_pylist()).astype(np.int64)
 
     def all_token_ids(self, chunk: int):
@@ -306,33 +323,48 @@ class Pictures:
         """sha256 of all keys and captions in their order; and of the lengths of the pictures' files and the bytes of
         `sampled` of them, evenly spaced."""
         told, files = (hashlib.sha256(f"{self.sizes} {len(self)}".encode()) for _ in range(2))
-        for array in (self.keys.chunk(0), self._texts):
-            ends = np.frombuffer(array.buffers()[1], np.int64)[array.offset : array.offset + len(array) + 1]
-            told.update(np.diff(ends))
-            told.update(array.buffers()[2][int(ends[0]) : int(ends[-1])] if len(array) else b"")
-        if self.first is not None:
-            told.update(self.first)
-        files.update(np.ascontiguousarray(self.bytes))
-        if self.mask is not None:
-            files.update(np.ascontiguousarray(self.mask_bytes))
+        for texts, places in ((self._key, lambda rows: rows), (self._texts, self._captions_of)):
+            ends = np.frombuffer(texts.buffers()[1], np.int64)
+            for rows in self._stretches():
+                at = places(rows)
+                told.update(ends[at + 1] - ends[at])
+            for rows in self._stretches():
+                taken = texts.take(pa.array(places(rows)))
+                told.update(taken.buffers()[2] or b"")
+        if self.several:
+            first = np.zeros(1, np.int64)
+            told.update(first)
+            for rows in self._stretches():
+                first = first[-1] + np.cumsum(self._counts(rows))
+                told.update(first)
+        for rows in self._stretches():
+            files.update(np.ascontiguousarray(self._bytes[rows]))
+        if self._mask is not None:
+            for rows in self._stretches():
+                files.update(np.ascontiguousarray(self._mask_bytes[rows]))
         for i in np.unique(np.linspace(0, len(self) - 1, min(sampled, len(self))).astype(int)):
             files.update(self._read(int(i)))
             if self._masked(i):
                 files.update(self._read_mask(int(i)))
         return told.hexdigest(), files.hexdigest()
 
-    def _key(self, i: int) -> str:
+    def _captions_of(self, rows: np.ndarray) -> np.ndarray:
+        """Where all captions of these rows are."""
+        return runs(self._ends[rows], self._counts(rows))
+
+    def _key_of(self, i: int) -> str:
         return self.keys[i].as_py()
 
     def _read(self, i: int) -> bytes:
-        return read_picture(self.parts[self.part[i]], self._key(i), int(self.offset[i]), int(self.bytes[i]))
+        row = int(self._at(i))
+        return read_picture(self.parts[self._part[row]], self._key_of(i), int(self._offset[row]), int(self._bytes[row]))
 
     def _masked(self, i: int) -> bool:
-        return self.mask is not None and self.mask[i] >= 0
+        return self._mask is not None and self._mask[int(self._at(i))] >= 0
 
     def _read_mask(self, i: int) -> bytes:
-        part, name = self.parts[self.part[i]], mask_of(self._key(i))
-        return read_picture(part, name, int(self.mask[i]), int(self.mask_bytes[i]))
+        row, name = int(self._at(i)), mask_of(self._key_of(i))
+        return read_picture(self.parts[self._part[row]], name, int(self._mask[row]), int(self._mask_bytes[row]))
 
     def _grey(self, i: int, shape: tuple[int, int]) -> np.ndarray:
         """A picture's mask, uint8 [H, W] as the picture's shape."""
@@ -345,8 +377,8 @@ class Pictures:
         """The picture that is shown at a position where picture i is due: its number; its square uint8 [size, size, 3]
         or its latent fp16 [z, h, w], if that is kept; and its mask's weights fp32 [h, w], if it has a mask. The next
         picture of its source stands in for one that is damaged, or whose mask is."""
-        source = int(np.searchsorted(self._ends, i, side="right"))
-        first, size = int(self._ends[source]) - self.sizes[source], self.sizes[source]
+        source = int(np.searchsorted(self._source_ends, i, side="right"))
+        first, size = int(self._source_ends[source]) - self.sizes[source], self.sizes[source]
         random = self._cut.random and position is not None
         draws = generator(self._seed, STREAM_PICTURE, position).random(8) if random else None
         for k in range(size):
@@ -371,7 +403,7 @@ class Pictures:
                 if not self._cut.random:
                     self._kept.put(("mask", which), mask)
             return which, self._cut(image, draws), mask
-        raise InputError(f"none of the {size:,} pictures beside {self._key(i)} can be decoded: give others")
+        raise InputError(f"none of the {size:,} pictures beside {self._key_of(i)} can be decoded: give others")
 
     def _tell(self, i: int, reason: str):
         """Of a damaged picture, once."""
@@ -379,14 +411,14 @@ class Pictures:
             new = i not in self._damaged
             self._damaged.add(i)
         if self._strict:
-            raise InputError(f"{self._key(i)} cannot be decoded ({reason}): put it right, or drop --strict")
+            raise InputError(f"{self._key_of(i)} cannot be decoded ({reason}): put it right, or drop --strict")
         if new:
-            self.say(f"\nwarning: {self._key(i)} cannot be decoded ({reason}): the next picture stands in for it")
+            self.say(f"\nwarning: {self._key_of(i)} cannot be decoded ({reason}): the next picture stands in for it")
 
     def _encoded(self, shown: list[tuple[int, np.ndarray, np.ndarray | None]]) -> np.ndarray:
         """Stored latents fp32 [B, z, h, w] of what _one gives."""
         squares = {i: x for i, (_, x, _) in enumerate(shown) if x.dtype == np.uint8}
-        found = self._latents(list(squares.values()), [self._key(shown[i][0]) for i in squares])
+        found = self._latents(list(squares.values()), [self._key_of(shown[i][0]) for i in squares])
         made = dict(zip(squares, found))
         if not self._cut.random:
             for i, latent in made.items():
@@ -395,7 +427,7 @@ class Pictures:
 
     def _weights(self, shown: list[tuple[int, np.ndarray, np.ndarray | None]]) -> np.ndarray | None:
         """Weights fp32 [B, h, w] of what _one gives, 1 where there is no mask; None where no masks are wanted."""
-        if self.mask is None:
+        if self._mask is None:
             return None
         whole = np.ones(self.shapes[0][1:], np.float32)
         return np.stack([whole if mask is None else mask for *_, mask in shown])
@@ -406,7 +438,7 @@ class Pictures:
 
     def weights(self, index: np.ndarray) -> np.ndarray | None:
         """As Split.weights, of the pictures' middle."""
-        return self._weights([self._one(int(i), None) for i in index]) if self.mask is not None else None
+        return self._weights([self._one(int(i), None) for i in index]) if self._mask is not None else None
 
     def shown(self, index: np.ndarray, mirrored, positions: np.ndarray):
         """As Split.shown: cut, mirrored and coloured as the positions have it."""
@@ -419,7 +451,7 @@ class Pictures:
     def encode_all(self):
         """Encode all pictures, and keep their latents. Only of pictures that are cut alike at each showing. InputError
         if there is no room for them."""
-        each = 2 * int(np.prod(self.shapes[0])) + (0 if self.mask is None else 4 * int(np.prod(self.shapes[0][1:])))
+        each = 2 * int(np.prod(self.shapes[0])) + (0 if self._mask is None else 4 * int(np.prod(self.shapes[0][1:])))
         if len(self) * each > self._kept.room:
             raise InputError(
                 f"--encode_first (which --fit chooses too) keeps {len(self):,} latents, of "
@@ -445,8 +477,26 @@ class Pictures:
         yield from waiting
 
 
+class Taken:
+    """Texts that lie elsewhere, in another order: of an array those at at(index)."""
+
+    def __init__(self, texts: pa.Array, at, count: int):
+        self.texts, self.at, self.count = texts, at, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, i: int) -> pa.Scalar:
+        return self.texts[int(self.at(range(self.count)[i]))]
+
+    def take(self, index) -> pa.Array:
+        return self.texts.take(pa.array(self.at(np.asarray(index))))
+
+
 def _whole(column: pa.ChunkedArray) -> pa.Array:
-    """A column as one array that begins at its buffers' beginning."""
+    """A column as one array that begins at its buffers' beginning: itself, if it is that."""
+    if column.num_chunks == 1 and not column.chunk(0).offset:
+        return column.chunk(0)
     array = column.combine_chunks()
     array = pa.concat_arrays(array.chunks) if isinstance(array, pa.ChunkedArray) else array
     return array.take(pa.array(np.arange(len(array)))) if array.offset else array
@@ -460,7 +510,7 @@ def _whole(column: pa.ChunkedArray) -> pa.Array:
 def held_out(table: pa.Table, share: float | None) -> np.ndarray:
     """Which rows are held out, bool [N]: those whose key has a hash below the share (None: by how many there are), and
     if there are two or more, at least the one of the lowest."""
-    fraction = table["fraction"].to_numpy()
+    fraction = _whole(table["fraction"]).to_numpy()
     if share is None:
         share = SMALL_SHARE if len(table) <= SMALL else LARGE_SHARE
     out = fraction < share
@@ -469,26 +519,32 @@ def held_out(table: pa.Table, share: float | None) -> np.ndarray:
     return out
 
 
-def balanced(table: pa.Table, field: str, index: Index, say) -> tuple[pa.Table, list[int]]:
-    """The rows sorted by a field's values, and how many rows each value has. Rows without one are left out."""
-    columns = [COLUMN[kind] + field for kind in (TEXT, NUMBER) if COLUMN[kind] + field in table.column_names]
-    columns = [name for name in columns if table[name].null_count < len(table)]
-    if not columns:
+def balanced(rows: np.ndarray, field: str, index: Index, say) -> tuple[np.ndarray, list[int]]:
+    """Rows of an index's table sorted by a field's values, and how many rows each value has. Rows without one are left
+    out."""
+    columns = [COLUMN[kind] + field for kind in (TEXT, NUMBER)]
+    valid = {
+        name: int(index.table[name].is_valid().to_numpy()[rows].sum())
+        for name in columns
+        if name in index.table.column_names
+    }
+    if not any(valid.values()):
         raise InputError(
             f"--balance wants a field, and no picture has {field!r}; these are there: {field_names(index)}"
         )
-    column = table[min(columns, key=lambda name: table[name].null_count)]
-    known = table.filter(column.is_valid())
-    values = column.drop_null().combine_chunks().dictionary_encode()
-    names, codes = values.dictionary.to_pylist(), values.indices.to_numpy()
+    coded = _whole(index.table[max(valid, key=valid.get)]).dictionary_encode()
+    codes = coded.indices.fill_null(-1).to_numpy(zero_copy_only=False)[rows]
+    known, codes = rows[codes >= 0], codes[codes >= 0]
+    there = np.flatnonzero(np.bincount(codes, minlength=len(coded.dictionary)))
+    names = coded.dictionary.take(pa.array(there)).to_pylist()
     if len(names) > MAX_GROUPS:
         raise InputError(f"--balance wants a field of at most {MAX_GROUPS:,} values, and {field} has {len(names):,}")
-    rank = np.empty(len(names), int)
-    rank[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
+    rank = np.zeros(len(coded.dictionary), np.int32)
+    rank[there[sorted(range(len(names)), key=names.__getitem__)]] = np.arange(len(names))
     sizes = np.bincount(rank[codes], minlength=len(names))
     say(f"--balance {field}: {len(names):,} values of {sizes.min():,} to {sizes.max():,} pictures, each shown as often "
-        f"as any other; {len(table) - len(known):,} pictures lack it and are left out")  # fmt: skip
-    return known.take(pa.array(np.argsort(rank[codes], kind="stable"))), sizes.tolist()
+        f"as any other; {len(rows) - len(known):,} pictures lack it and are left out")  # fmt: skip
+    return known[np.argsort(rank[codes], kind="stable")], sizes.tolist()
 
 
 class Store(NamedTuple):
@@ -590,7 +646,7 @@ def load_pictures(settings: dict, text_encoder: TextEncoder, place: Place, say, 
     parts, index = indexed(settings["pictures"], settings, columns, where, workers, say)
     table = index.table
     out = held_out(table, settings["val_fraction"])
-    train, val = table.filter(pa.array(~out)), table.filter(pa.array(out))
+    train, val = (np.flatnonzero(which).astype(kind_of(len(table))) for which in (~out, out))
     if not len(train):
         raise InputError(
             f"no picture is left to train on ({len(val):,} are held out, {index.pictures:,} are in "
@@ -608,11 +664,13 @@ def load_pictures(settings: dict, text_encoder: TextEncoder, place: Place, say, 
         more = more.table.set_column(more.table.column_names.index("part"), "part",
                                      pa.array(more.table["part"].to_numpy() + np.int32(len(parts))))  # fmt: skip
         weights = [w for w in weights or [1.0]] + [weight]
-        train = pa.concat_tables([train.select(more.column_names), more])
+        train = np.concatenate([train, np.arange(len(table), len(table) + len(more), dtype=train.dtype)])
+        table = pa.concat_tables([table.select(more.column_names), more]).combine_chunks()  # in memory
         sizes, parts = [*sizes, len(more)], parts + others
     say(f"{len(train):,} training and {len(val):,} held-out pictures")
     if settings["masks"]:
-        masked = sum(len(rows) - rows["mask"].null_count for rows in (train, val))
+        has_mask = pc.fill_null(table["mask"], -1).to_numpy() >= 0
+        masked = sum(int(has_mask[rows].sum()) for rows in (train, val))
         if not masked:
             raise InputError(f"--masks wants files such as x{MASK} beside x.png, and no picture of "
                              f"{settings['pictures']} has one: make them, or drop the flag")  # fmt: skip
@@ -625,7 +683,7 @@ def load_pictures(settings: dict, text_encoder: TextEncoder, place: Place, say, 
     cutting = Cut(size, *ranges, settings["flip"], settings["jitter"])
     shape = (channels, size // factor, size // factor)
     splits = [
-        Pictures(rows, n, parts, tokenizer, latents, shape, cutting, settings, pool, say)
+        Pictures(table, n, parts, tokenizer, latents, shape, cutting, settings, pool, say, rows)
         for rows, n in ((train, sizes), (val, [len(val)]))
     ]
     if settings["encode_first"] and not dry_run:

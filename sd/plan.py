@@ -55,7 +55,8 @@ ROOM = 4 << 30  # bytes for validation and sample grids, which cannot use the me
 
 def mean_flops(config: UNetConfig, split: Split) -> float:
     """unet_flops of a split's pictures, on average over their shapes."""
-    counts, tokens = np.bincount(split.shape, minlength=len(split.shapes)), split.length
+    one, tokens = len(split.shapes) == 1, split.length
+    counts = [len(split)] if one else np.bincount(split.shape, minlength=len(split.shapes))
     each = [unet_flops(config, (config.in_channels, *shape[1:]), tokens) for shape in split.shapes]
     return float(np.average(each, weights=counts))
 
@@ -329,10 +330,11 @@ def memory_estimate(settings: dict, denoiser: Denoiser, text_encoder: TextEncode
     names += [name for name in settings if name.startswith("lora")]
     decides = json.dumps({name: settings[name] for name in names})
     (one, block), (two, block_of_two) = (_activation_bytes(decides, n, device) for n in (1, 2))  # linear in the batch
+    cut = world if settings["shard"] else 1
     parts = {
         "weights": 4 * numbers + held - 2 * short + 2 * copied,
-        "optimizer": state_bytes(denoiser, settings),
-        "EMA": 0 if settings["no_ema"] or settings["ema_on_cpu"] else 4 * numbers,
+        "optimizer": state_bytes(denoiser, settings) // cut,
+        "EMA": 0 if settings["no_ema"] or settings["ema_on_cpu"] else 4 * numbers // cut,
         "VAE": vae_bytes(settings, device),
         "gradients": 4 * numbers - 2 * half * one_pass - 2 * max(0, short - half),
         "gradients sent": sent,

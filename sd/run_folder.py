@@ -107,14 +107,20 @@ class RunFolder:
             modules = {"lora": trained.denoiser, "lora_ema": trained.ema}
             weights = {name: to_tensors(adapters_of(m)) for name, m in modules.items()}
         else:
-            nets = {"": trained.denoiser} | ({"_ema": trained.ema} if averaged else {})
+            nets = {"": trained.denoiser} | ({"_ema": trained.ema} if averaged and not trained.shard else {})
             modules = {f"unet{name}": net.unet for name, net in nets.items()}
             if trained.denoiser.text_encoder is not None:
                 modules |= {f"text_encoder{name}": net.text_encoder for name, net in nets.items()}
             weights = {name: m.state_dict() for name, m in modules.items()}
+        optimizer = {} if trained.shard else trained.optimizer.state_dict()
         images = progress.step * self.plan.global_batch
         progress.lineage[-1]["images"] = images
-        parts = self.to_host({"weights": weights, "optimizer": trained.optimizer.state_dict()})
+        parts = self.to_host({"weights": weights, "optimizer": optimizer})
+        if trained.shard:  # from all processes' parts, in host memory already
+            parts["optimizer"], averages = trained.shard.gathered
+            for name, module in modules.items() if averaged else ():
+                live, own = parts["weights"][name], module.state_dict(keep_vars=True)
+                parts["weights"][f"{name}_ema"] = {k: averages.get(own[k], x) for k, x in live.items()}
         self.to_host.wait()
         where = {"seen": seen, "images": images, "epoch": images / self.plan.order.epoch_size}
         return parts | self.beside | {"state": progress.state() | where | self.decides}

@@ -18,6 +18,7 @@ from sd.lora import average_of, describe, inject, settle_base
 from sd.networks import unet_config
 from sd.objective import Denoiser, in_autocast
 from sd.optim import describe_optimizer, make_optimizer
+from sd.sharding import Shard
 from sd.text import load_tokenizer, tokenizer_hash
 from sd.weights.read import (
     Model,
@@ -166,7 +167,7 @@ def describe_data(data: Data, settings: dict, say):
     train, val = data.train, data.val
     say(f"data: {len(train):,} training and {len(val):,} held-out pictures; {train.missing + val.missing:,} without a "
         f"latent, {train.unreadable:,} unreadable latent files")  # fmt: skip
-    if train.first is not None:
+    if train.several:
         say(f"captions: {len(train.ids):,} of the {len(train):,} training pictures; each showing draws one")
     names = [s.name for s in parse_sources(settings)]
     empty = [name for name, n in zip(names, data.val.sizes) if n == 0]
@@ -269,6 +270,7 @@ class Trained:
     optimizer: torch.optim.Optimizer
     progress: Progress
     base: dict | None = None  # of adapters: what model.json says of the weights that they stand beside
+    shard: Shard | None = None  # where the optimizer has this process's part alone, and the average is in such parts
 
 
 def fresh_unet(args, settings: dict, device: torch.device) -> UNet:
@@ -302,13 +304,26 @@ def open_trained(args, settings: dict, denoiser: Denoiser, data: Data, checkpoin
             progress.lineage = init_weights(args, denoiser, ema, settings, data.vae["hash"], say)
         progress.lineage.append({"phase": settings["phase"], "data": data.hashes, "images": 0,
                                  "revision": git_revision(), "torch": torch.__version__})  # fmt: skip
-    ema.to("cpu" if settings["ema_on_cpu"] else place.device, memory_format=memory)
-    denoiser.to(place.device, memory_format=memory).train()
-    optimizer = make_optimizer(denoiser, settings)
+    shared = settings["shard"] and place.world > 1
+    early = torch.device("cpu") if shared else place.device  # so that no device ever holds all of what is cut
+    ema.to("cpu" if settings["ema_on_cpu"] else early, memory_format=memory)
+    denoiser.to(early, memory_format=memory).train()
+    optimizer, shard = make_optimizer(denoiser, settings), None
     if checkpoint:
         load_optimizer(checkpoint, optimizer)
     say(describe_optimizer(optimizer, denoiser, settings))
-    return Trained(denoiser, ema, optimizer, progress, base)
+    if shared:
+        denoiser.to(place.device, memory_format=memory)
+        shard = Shard(optimizer, {} if ema is denoiser else averages_of(denoiser, ema), place)
+        ema.to(place.device)  # what it has beside parameters
+        say(f"shard: each of {place.world} processes keeps that, and the average, of its own part of the weights; the "
+            f"first one's has {shard.ends[1]:,} of {shard.ends[-1]:,} numbers")  # fmt: skip
+    return Trained(denoiser, ema, optimizer, progress, base, shard)
+
+
+def averages_of(denoiser: Denoiser, ema: Denoiser) -> dict[torch.nn.Parameter, torch.nn.Parameter]:
+    """Of each trained weight."""
+    return {p: average for p, average in zip(denoiser.parameters(), ema.parameters()) if p.requires_grad}
 
 
 def memory_format(settings: dict) -> torch.memory_format:

@@ -23,7 +23,8 @@ from sd.objective import Denoiser
 from sd.optim import clip_limit, forget_gradients, make_optimizer
 from sd.painting import decode_latents, guided, make_sampler
 from sd.plan import count_flops, memory_estimate, passes, unet_flops
-from sd.setup import memory_format
+from sd.setup import averages_of, memory_format
+from sd.sharding import Shard
 from sd.shards import ShardWriter
 from sd.step import MicroSteps, Update, peak_memory, wrap
 from sd.stream import stream
@@ -123,7 +124,10 @@ class TimedSteps:
         ema = denoiser if settings["no_ema"] else average_of(denoiser)
         if settings["ema_on_cpu"]:
             ema.to("cpu")
-        self.update = Update(make_optimizer(denoiser, settings), denoiser, ema, settings, place.world)
+        optimizer, shard = make_optimizer(denoiser, settings), None
+        if settings["shard"] and place.world > 1:
+            shard = Shard(optimizer, {} if ema is denoiser else averages_of(denoiser, ema), place)
+        self.update = Update(optimizer, denoiser, ema, settings, place.world, shard)
         model = wrap(denoiser, settings, place.world)
         latents, noise = torch.randn(2, micro, *self.shape, device=device)
         text = torch.randn(micro, TextEncoder.MAX_LENGTH, unet.context_dim, device=device)  # instead of ids

@@ -30,6 +30,7 @@ from sd.optim import (
     update_ema,
 )
 from sd.parallel import SharedGradients
+from sd.sharding import Shard, SummedParts
 from SD_Model import NoiseSchedule
 
 
@@ -40,8 +41,11 @@ def copies_weights(settings: dict) -> bool:
 
 
 def updates_parts(settings: dict) -> bool:
-    """Whether each process may update a part of the weights: fp32 ones by AdamW. Others all update all."""
-    return settings["peer_copies"] and settings["optimizer"] == "adamw" and settings["weights_dtype"] == "fp32"
+    """Whether each process may update a part of the weights and copy the others': fp32 ones by AdamW. With --shard each
+    does so by another way (sd/sharding.py); others all update all."""
+    if settings["shard"] or not settings["peer_copies"]:
+        return False
+    return settings["optimizer"] == "adamw" and settings["weights_dtype"] == "fp32"
 
 
 class Update:
@@ -51,18 +55,22 @@ class Update:
     With these kernels, processes share gradients by SharedGradients (sd/parallel.py) instead of DDP.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, denoiser: Denoiser, ema: Denoiser, settings: dict, world: int):
-        """ema: the denoiser itself, if there is no average."""
+    def __init__(self, optimizer: torch.optim.Optimizer, denoiser: Denoiser, ema: Denoiser, settings: dict, world: int,
+                 shard: Shard | None = None):  # fmt: skip
+        """ema: the denoiser itself, if there is no average. shard: where each process updates its part alone."""
         self.optimizer, self.fused, self.shared, self.kernels = optimizer, None, None, settings["kernels"]
         # Lists, as a walk over the modules takes milliseconds.
         pairs = [pair for pair in zip(denoiser.parameters(), ema.parameters()) if pair[0].requires_grad]
         self.parameters, self.averages = map(list, zip(*pairs))
         if ema is denoiser:
             self.averages = []
+        self.shard, self.updated = shard, self.parameters
+        if shard:
+            self.updated, self.averages = list(shard.pieces.values()), list(shard.averages.values())
         self.far = None
         if settings["ema_on_cpu"]:
             self.far, self.averages = FarAverage(self.averages, self.parameters), []
-        averages, self.copied = dict(zip(self.parameters, self.averages)), []
+        averages, self.copied = dict(zip(self.updated, self.averages)), []
         if isinstance(optimizer, ScheduleFree):  # whose average is not the EMA, but in its place
             optimizer.averages, self.averages = averages, []
         if self.kernels:
@@ -70,10 +78,12 @@ class Update:
             if world > 1:
                 sums = torch.bfloat16 if settings["compress_gradients"] else torch.float32
                 self.shared = SharedGradients(self.parameters, sums, copied, updates_parts(settings))
-            if isinstance(optimizer, torch.optim.AdamW | AdamW8bit):
+            in_one_pass = isinstance(optimizer, torch.optim.AdamW | AdamW8bit)
+            if in_one_pass:
                 kind = FusedStep8bit if isinstance(optimizer, AdamW8bit) else FusedStep
-                self.fused = kind(optimizer, averages, copied, accumulates, self.shared)
-            else:
+                own = (copied, accumulates, self.shared) if not shard else ((), False, SummedParts(shard, self.shared))
+                self.fused = kind(optimizer, averages, *own)
+            if shard or not in_one_pass:
                 copy_weights(self.parameters, copied, accumulates, self.shared)
                 self.copied = [p for p in self.parameters if p.copy_bf16 is not None and p.dtype == torch.float32]
 
@@ -84,6 +94,7 @@ class Update:
         if self.fused:  # the device is not waited for
             norm = self.fused.norm()
             self.fused.step(lr, norm, limit, decay)
+            self._spread()
             if self.far:
                 self.fused.complete()  # of weights that other processes update
             self._far_average(norm, decay)
@@ -91,17 +102,27 @@ class Update:
         if isinstance(self.optimizer, torch.optim.AdamW):
             norm = nn.utils.clip_grad_norm_(self.parameters, limit, foreach=True)
             if math.isfinite(norm):
+                if self.shard:
+                    for piece, gradient in self._gradients().items():
+                        piece.grad = gradient
                 self.optimizer.step()
         else:
             norm = self._norm()
             if math.isfinite(norm):
                 self.optimizer.step(min(1.0, limit / (norm.item() + 1e-6)), self._gradients())
-                if self.copied:
-                    torch._foreach_copy_([p.copy_bf16 for p in self.copied], [p.detach() for p in self.copied])
         if self.averages and math.isfinite(norm):
-            update_ema(self.averages, self.parameters, decay)
+            update_ema(self.averages, self.updated, decay)
+        self._spread()
         self._far_average(norm, decay)
         return norm
+
+    def _spread(self):
+        """The updated weights to where they are multiplied with."""
+        if self.shard:
+            forget_gradients(self.updated)
+            self.shard.spread()
+        if self.copied:
+            torch._foreach_copy_([p.copy_bf16 for p in self.copied], [p.detach() for p in self.copied])
 
     def _far_average(self, norm: torch.Tensor, decay: float):
         if self.far and math.isfinite(norm):
@@ -112,22 +133,29 @@ class Update:
             return gradient_norm(self.parameters, self.shared)
         return total_norm([p.grad for p in self.parameters if p.grad is not None])
 
-    def _gradients(self) -> dict[nn.Parameter, torch.Tensor] | None:
-        """By weight, where they are not in its .grad."""
+    def _gradients(self) -> dict[nn.Parameter, torch.Tensor]:
+        """By what is updated: whole weights, or this process's pieces."""
+        found = {p: gradient_of(p) for p in self.parameters}
         if self.shared:
-            return {
-                p: g for (p, *_), g in zip((x for _, parts in self.shared.shares() for x in parts), self.shared.sums)
-            }
-        return {p: gradient_of(p) for p in self.parameters} if self.kernels else None
+            found = {p: g for _, parts in self.shared.way.shares() for (p, *_), g in parts}
+        return self.shard.parts(found) if self.shard else found
 
     def skipped(self):
         if self.fused:
             self.fused.skipped()
 
-    def complete(self):
-        """Before anything but the next step reads weights, averages or the optimizer's state; all processes at once."""
+    def complete(self, show: bool):
+        """Before anything but the next step reads weights, averages or the optimizer's state; all processes at once.
+        show: the averages too, where each process has a part of them, until shown() is called."""
         if self.fused:
             self.fused.complete()
+        if self.shard and show:
+            self.shard.show()
+
+    def shown(self):
+        """After validation and painting: averages of which each process has a part are in these parts alone again."""
+        if self.shard:
+            self.shard.hide()
 
 
 def peak_memory(update: Update) -> float:

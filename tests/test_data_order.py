@@ -4,6 +4,7 @@ import json
 import sys
 import threading
 import time
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -20,6 +21,8 @@ import sd.data
 import sd.errors
 import sd.shards
 from sd.data import (
+    STREAM_EPOCH,
+    STREAM_SOURCE,
     Batch,
     BucketOrder,
     LatentStore,
@@ -27,6 +30,7 @@ from sd.data import (
     SampleOrder,
     Source,
     Split,
+    generator,
     make_batch,
     validation_batches,
 )
@@ -38,7 +42,7 @@ class FakeSplit:
     def __init__(self, n: int, shape=(4, 2, 2), moments=False):
         self.ids, self.moments = np.arange(n * 3, dtype=np.uint16).reshape(n, 3) + 1, moments
         self.latent_shape, self.shape, self.flipped = shape, np.zeros(n, int), True
-        self.first, self.token_ids = None, lambda index, turn=0.0: self.ids[index].astype(np.int64)
+        self.several, self.token_ids = False, lambda index, turn=0.0: self.ids[index].astype(np.int64)
         self.keys = pa.chunked_array([[f"s/{i}" for i in range(n)]])
 
     def __len__(self):
@@ -466,3 +470,57 @@ def test_cut_datasets_are_refused(root):
 def test_counts_of_draws():
     order = SampleOrder([10, 90], [0.5, 0.5], 0)
     assert Counter((order.epoch(0) < 10).tolist()) == {True: 50, False: 50}
+
+
+def order_by_definition(order: SampleOrder, e: int) -> np.ndarray:
+    """An epoch as SampleOrder's was from the first revision on, whole arrays of 8 bytes a number at a time."""
+
+    def permutation(source: int, epoch: int) -> np.ndarray:
+        random, size = generator(order.seed, STREAM_SOURCE + 4 * source, epoch), order.sizes[source]
+        if order.windows is None:
+            return random.permutation(size)
+        tars, at_once = order.windows
+        tars = tars[order.offsets[source] : order.offsets[source] + size]
+        tars, number = np.unique(tars, return_inverse=True)
+        return np.lexsort((random.random(size), random.permutation(len(tars))[number] // at_once))
+
+    times, index = [], []
+    for s, (draws, size) in enumerate(zip(order.draws, order.sizes)):
+        if draws:
+            jitter = generator(order.seed, STREAM_EPOCH + 4 * s, e).random(draws)
+            times.append((np.arange(draws) + jitter) / draws)
+            first, last = e * draws, (e + 1) * draws
+            own = [permutation(s, k) for k in range(first // size, (last - 1) // size + 1)]
+            start = first - first // size * size
+            index.append(np.concatenate(own)[start : start + draws] + order.offsets[s])
+    return np.concatenate(index)[np.argsort(np.concatenate(times), kind="stable")]
+
+
+@pytest.mark.parametrize("stretch", [1, 40, 1 << 22])
+def test_orders_are_those_of_the_first_revision(stretch, monkeypatch):
+    """Of one source and several, weighted or not, in windows or not, with tars that lie side by side or not: however
+    little of an epoch is sorted at once."""
+    monkeypatch.setattr(SampleOrder, "STRETCH", stretch)
+    draw = np.random.default_rng(0)
+    for case in range(40):
+        sizes = [int(n) for n in draw.integers(1, 300, 1 + case % 4)]
+        weights = [float(w) for w in draw.random(len(sizes)) + 0.01] if case % 3 else None
+        tars = [draw.integers(0, 12, n).astype(np.int32) for n in sizes]
+        windows = (np.concatenate([t if case % 5 == 0 else np.sort(t) for t in tars]), 1 + case % 4)
+        order = SampleOrder(sizes, weights, case, windows if case % 2 else None)
+        for e in (0, 1, 2, 7):
+            assert (order.epoch(e) == order_by_definition(order, e)).all()
+        assert order.epoch(7).dtype == np.uint32
+
+
+def test_two_epochs_are_held_in_eight_bytes_a_picture_and_made_in_twenty():
+    tracemalloc.start()
+    size = 1_000_000
+    for windows in (None, (np.repeat(np.arange(1000, dtype=np.int32), 1000), 8)):
+        order, before = SampleOrder([size], None, 1, windows), tracemalloc.get_traced_memory()[0]
+        order.at(np.arange(5)), order.at(np.arange(size, size + 5))
+        held, most = (x - before for x in tracemalloc.get_traced_memory())
+        assert held < 8.1 * size and most < 20 * size
+        tracemalloc.reset_peak()
+        del order
+    tracemalloc.stop()

@@ -4,6 +4,7 @@ pytest tests/test_pictures.py
 """
 
 import functools
+import hashlib
 import http.server
 import io
 import json
@@ -13,6 +14,7 @@ import struct
 import sys
 import tarfile
 import threading
+import time
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -104,12 +106,119 @@ def root(tmp_path_factory) -> Path:
     return root
 
 
-def pictures_of(root: Path, index_and_parts, cutting=None, pool=None, **settings) -> Pictures:
+def pictures_of(root: Path, index_and_parts, cutting=None, pool=None, rows=None, **settings) -> Pictures:
     index, parts = index_and_parts
     settings = {"window": 0, "seed": 3, "strict": False, "picture_memory": 1.0} | settings
     latents = Latents(Encoder(load_vae(root / "vae"), torch.device("cpu"), torch.float32), 1)
-    return Pictures(index.table, [len(index.table)], parts, load_tokenizer(str(root / "tokenizer")), latents, (4, 8, 8),
-                    cutting or Cut(64), settings, pool, settings.pop("say", print))  # fmt: skip
+    sizes = [len(index.table if rows is None else rows)]
+    return Pictures(index.table, sizes, parts, load_tokenizer(str(root / "tokenizer")), latents, (4, 8, 8),
+                    cutting or Cut(64), settings, pool, settings.pop("say", print), rows)  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Many pictures: the table lies in files that processes share
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def many(tmp_path: Path, captions: int = 2) -> Path:
+    """Three tars of 7, 1 and 9 pictures; every third one has several captions, and some a score."""
+    files = [
+        sample(f"{i:04d}", i, **({"captions": [f"more {i} {k}" for k in range(captions - 1)]} if i % 3 == 0 else {}),
+               **({"score": i / 17} if i % 2 else {}), **({"kind": "ab\u00e9"[i % 3]} if i % 5 else {}))
+        for i in range(17)
+    ]  # fmt: skip
+    for number, part in enumerate((files[:7], files[7:8], files[8:])):
+        write_tar(tmp_path / f"images/{number:05d}.tar", sum(part, []))
+    return tmp_path / "images"
+
+
+@pytest.mark.parametrize("captions", [1, 3])
+@pytest.mark.parametrize("where", [None, "score<0.6"])
+def test_a_table_in_files_is_the_table(captions, where, tmp_path, monkeypatch):
+    """Rows, nulls, counts and the fields that are there, the first time and when the files are there already."""
+    tars = many(tmp_path / "s", captions)
+    wanted = ["n:score", "t:kind", "n:nothing"]
+    plain, left_out, _ = index_of(tars, wanted, where=where)
+    assert not list((tars / ".index").glob("columns-*")) and plain.table["n:score"].null_count == (0 if where else 9)
+    monkeypatch.setattr(sd.index, "MAPPED", 16)
+    real, written = sd.index.write_columns, []
+    monkeypatch.setattr(sd.index, "write_columns", lambda *args: written.append(1) or real(*args))
+    for _ in range(2):
+        mapped, others, _ = index_of(tars, wanted, where=where)
+        assert mapped.table.equals(plain.table) and mapped[1:] == plain[1:] and others == left_out
+        assert [c.num_chunks for c in mapped.table.columns] == [1] * 9
+    (folder,) = (tars / ".index").glob("columns-*")
+    maps = [line.split()[-1] for line in open("/proc/self/maps") if str(folder) in line]
+    assert any(name.endswith("0.bytes") for name in maps) and written == [1]
+    assert index_of(tars, wanted, where="score<0.1")[0].table.num_rows == 1 and len(written) == 2
+    write_tar(tars / "00001.tar", sample("other", 3))  # of other contents: other columns
+    assert "s/00001/other" in keys(index_of(tars, wanted)[0]) and len(written) == 3
+
+
+def test_an_index_that_cannot_hold_the_table_leaves_it_in_memory_and_a_full_disk_is_a_sentence(tmp_path, monkeypatch):
+    tars = many(tmp_path / "s")
+    plain = index_of(tars)[0]
+    monkeypatch.setattr(sd.index, "MAPPED", 16)
+
+    def full(folder, *_):
+        (folder / "half").write_text("x")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as m:
+        m.setattr(sd.index, "write_columns", full)
+        with pytest.raises(InputError, match="cannot be written .No space left on device.: make room"):
+            index_of(tars)
+    assert not list((tars / ".index").glob("columns-*")) and not list((tars / ".index").glob("*.lock"))
+    parts = find_parts(str(tars), Captions(), None, Counter())
+    real = Path.touch
+    monkeypatch.setattr(Path, "touch", lambda self: real(tmp_path / "no" / "such" / "folder"))
+    assert read_index(parts, []).table.equals(plain.table) and not list((tars / ".index").glob("columns-*"))
+
+
+def test_processes_wait_for_one_that_writes_the_table(tmp_path):
+    tars = many(tmp_path / "s")
+    plain = index_of(tars)[0]
+
+    def rank(r):
+        sd.index.MAPPED, sd.index.POLL_S, real = 16, 0.01, sd.index.write_columns
+
+        def slow(*args):
+            time.sleep(0.3)
+            (tmp_path / f"written by {r}").touch()
+            real(*args)
+
+        sd.index.write_columns = slow
+        return b"same" if index_of(tars)[0].table.equals(plain.table) else b"other"
+
+    assert micro.fork_ranks(rank, 3) == b"same" * 3 and len(list(tmp_path.glob("written by *"))) == 1
+
+
+@pytest.mark.parametrize("captions", [1, 3])
+def test_pictures_are_hashed_and_shown_in_their_order_wherever_the_table_lies(captions, root, tmp_path, monkeypatch):
+    """The digest as it always was: of all keys' lengths and bytes, of all captions' in the order of the pictures."""
+    tars = many(tmp_path / "s", captions)
+    chosen = np.array([3, 4, 0, 16, 9, 8, 15], np.uint32)
+    rows = index_of(tars)[0].table.take(pa.array(chosen)).to_pylist()
+    told = hashlib.sha256(b"[7] 7")
+    every = [text for row in rows for text in row["captions"]]
+    for texts in ([row["key"] for row in rows], every):
+        told.update(np.array([len(t.encode()) for t in texts], np.int64))
+        told.update("".join(texts).encode())
+    if captions > 1:
+        told.update(np.cumsum([0, *(len(row["captions"]) for row in rows)]).astype(np.int64))
+    for mapped, stretch in ((False, 1 << 18), (False, 3), (True, 3)):
+        monkeypatch.setattr(sd.index, "MAPPED", 16 if mapped else 10**6)
+        monkeypatch.setattr(sd.online, "STRETCH", stretch)
+        index, parts = index_of(tars)[0], find_parts(str(tars), Captions(), None, Counter())
+        split = pictures_of(root, (index, parts), rows=chosen, window=1)
+        assert split.digest()[0] == told.hexdigest() and split.several == (captions > 1)
+        assert split.keys.take(np.arange(7)).to_pylist() == [row["key"] for row in rows]
+        assert split.captions.take(np.arange(7)).to_pylist() == [row["captions"][0] for row in rows]
+        assert split.windows[0].tolist() == [row["part"] for row in rows]
+        last = [row["captions"][-1] for row in rows]
+        wanted = sd.text.tokenize(split.tokenizer, last)
+        assert (split.token_ids(np.arange(7), np.full(7, 0.999)) == wanted).all()
+        assert split._read(3) == sd.index.read_picture(parts[2], *(rows[3][n] for n in ("key", "offset", "bytes")))
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -359,15 +468,16 @@ def test_balance_shows_every_value_as_often_as_every_other(root):
     table = pa.table({"t:kind": values, "key": [f"{v}{i}" for i, v in enumerate(values)]})
     index = sd.index.Index(table, Counter(), [], set(table.column_names), [], 63, 0)
     said = []
-    rows, sizes = balanced(table, "kind", index, said.append)
-    assert sizes == [7, 13, 40] and rows["t:kind"].to_pylist() == ["cat"] * 7 + ["cow"] * 13 + ["dog"] * 40
+    rows, sizes = balanced(np.arange(63), "kind", index, said.append)
+    kinds = table["t:kind"].take(pa.array(rows)).to_pylist()
+    assert sizes == [7, 13, 40] and kinds == ["cat"] * 7 + ["cow"] * 13 + ["dog"] * 40
     assert "3 values of 7 to 40" in said[0] and "3 pictures lack it" in said[0]
     order = SampleOrder(sizes, [1 / 3] * 3, 0)
     which = np.repeat(np.arange(3), sizes)[order.at(np.arange(600))]
     taken = np.cumsum(which[:, None] == np.arange(3), axis=0) - np.arange(1, 601)[:, None] / 3
     assert (taken.max(axis=0) - taken.min(axis=0)).max() < 4
     with pytest.raises(InputError, match="no picture has 'colour'"):
-        balanced(table, "colour", index, print)
+        balanced(np.arange(63), "colour", index, print)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -531,7 +641,7 @@ def test_one_of_several_captions_is_drawn(root, tmp_path):
     ]
     for turn, row in ((0.0, 0), (0.34, 1), (0.99, 2)):
         assert split.token_ids(np.array([0, 1]), np.full(2, turn)).tolist() == [wanted[row], wanted[3]]
-    assert split.captions.to_pylist() == ["number 0", "number 1"] and split.length == micro.LENGTH
+    assert split.captions.take([0, 1]).to_pylist() == ["number 0", "number 1"] and split.length == micro.LENGTH
 
 
 @pytest.mark.parametrize(
@@ -766,8 +876,8 @@ def test_where_balance_regularise_and_images(root, tmp_path):
     assert state["images"] == 48
     index, *_ = index_of(root / "tars/images", ["t:kind"], where="score<0.5")
     table = index.table
-    rows, sizes = balanced(table.filter(pa.array(~held_out(table, 0.2))), "kind", index, print)
-    names = rows["key"].to_pylist() + keys(index_of(root / "cat")[0])
+    rows, sizes = balanced(np.flatnonzero(~held_out(table, 0.2)), "kind", index, print)
+    names = table["key"].take(pa.array(rows)).to_pylist() + keys(index_of(root / "cat")[0])
     order = SampleOrder([*sizes, 24], [0.5, 0.5, 1.0], 1)
     shown = order.at(np.arange(48))
     assert abs((shown >= len(rows)).sum() - 24) <= 2
