@@ -31,9 +31,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/faults")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/faults"), str(ROOT / "benchmarks")]
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # this process forks, and must not open a GPU before
 
+import large_data  # noqa: E402
 import micro  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -49,16 +50,12 @@ from sd.errors import InputError  # noqa: E402
 from sd.log import finite_or_null  # noqa: E402
 from sd.pictures import read_picture  # noqa: E402
 from sd.setup import git_revision  # noqa: E402
-from sd.shards import ShardWriter, iter_samples  # noqa: E402
-from sd.speed import decode_ms, synthetic_tar  # noqa: E402
-from sd.weights.parts import save_vae  # noqa: E402
 from sd.weights.read import Model  # noqa: E402
 from sd.weights.write import save_ldm  # noqa: E402
 
 LIMITS = {1: 150, 3: 130, 4: 90, 5: 90, 2: 600}  # seconds of each part, in the order that they are tried in
 GLOBAL, STEPS, SAVE = 32, 120, 20  # of parts 1 and 3: images a step, steps of a run, steps between its checkpoints
 SLOW = 0.02  # seconds that a micro-batch of theirs takes at least, so that what disturbs a run hits it
-CLIP = dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
 CARDS = """import json, torch
 n = torch.cuda.device_count()
 print(json.dumps([torch.cuda.get_device_name(i) for i in range(n)]))"""
@@ -584,27 +581,10 @@ def make_demo(b: Bench):
 
 
 def make_large(b: Bench):
-    """Data of the other parts: latents, a text encoder of CLIP's size, a VAE and tars of noisy JPEGs."""
-    b.large, b.tars = b.work / "large", b.work / "large" / "source" / "images"
-    b.size, preset = b.of(512, 64), SD_Model.PRESETS[b.of("sd15", "tiny")]
-    b.vae_config, micro.LENGTH = preset["vae"], b.of(77, 12)
-    torch.manual_seed(0)
-    vae = SD_Model.VAE(b.vae_config)
-    save_vae(vae, b.large / "vae")
-    tokenizer = micro.make_tokenizer()
-    SD_Model.TextEncoder.new(preset["text"] or CLIP, tokenizer).save(b.large / "text_encoder")
-    keys = [f"random/{i // 1000:05d}/{i:09d}" for i in range(b.of(4096, 64))]
-    micro.write_dataset(b.large / "random" / "dataset", tokenizer, {"train": keys[8:], "val": keys[:8]})
-    described = {"hash": SD_Model.weights_hash(vae), "name": str(b.large / "vae"), "config": {}}
-    micro.write_latents(b.large / "random" / "latents", keys, described, 0, size=b.size)
-    b.tars.mkdir(parents=True)
-    with tempfile.TemporaryDirectory(dir=b.work) as folder:
-        tar = synthetic_tar(Path(folder), b.size, b.of(64, 8))
-        b.decode_ms, samples = decode_ms(tar, b.size, 8), [s["image"] for _, s in iter_samples(tar)]
-    for tar in range(b.of(64, 12)):
-        with ShardWriter(b.tars / f"{tar:05d}.tar") as shard:
-            for i in range(b.of(96, 4)):
-                shard.add(f"{i:09d}", samples[i % len(samples)], "jpg", f"picture {i}", {})
+    """Data of the other parts."""
+    b.data = large_data.make_large(b.work / "large", b.trial)
+    b.large, b.tars, b.size = b.data.root, b.data.tars, b.data.size
+    b.vae_config, b.decode_ms = b.data.vae_config, b.data.decode_ms
 
 
 def as_table(about: dict, lines: list[dict]) -> str:
