@@ -90,7 +90,7 @@ def test_any_text_can_be_drawn(size):
 def test_training_s_grids_name_their_prompts(tmp_path, monkeypatch):
     """The file that sample_grid writes is the labelled grid of what was decoded, under the prompts."""
     pictures, prompts = coloured(2, 64), ["a red circle", "a blue star"]
-    rebind(sd.painting, "encode_pairs", lambda *a: (None, None), monkeypatch.setattr)
+    rebind(sd.painting, "encode_pairs", lambda *a: ([], []), monkeypatch.setattr)
     rebind(sd.painting, "sample_latents", lambda *a, **k: torch.zeros(2, 4, 8, 8), monkeypatch.setattr)
     rebind(sd.painting, "decode_latents", lambda *a: pictures, monkeypatch.setattr)
     net = torch.nn.Linear(1, 1)
