@@ -27,7 +27,7 @@ from sd.shapes import shape_prompts  # noqa: E402
 PROMISED = {"colour": 0.95, "shape": 0.88, "position": 0.97, "background": 0.97, "all": 0.85}
 EVALUATED = 256  # pictures each of three sets
 TRAINING = (
-    "--text_lr 0.003 --beta2 0.99 --max_steps 2100 --channels_last --save_steps 500 --val_steps 1000 --sample_cfg 3 "
+    "--text_lr 0.003 --beta2 0.99 --max_steps 2600 --channels_last --save_steps 500 --val_steps 1000 --sample_cfg 3 "
     "--wandb disabled"
 ).split()
 SAMPLING = "--sampler dpmpp_2m --steps 12 --cfg 3 --batch 128".split()
