@@ -27,7 +27,7 @@ ARGS ?=
 
 .PHONY: demo finetune paint showcase test test_slow test_slurm test_hosts faults doctor_table lint clean_demo help
 
-demo: $(VENV)/installed  ## draw pictures, train on them, paint, and check the result: 3 to 6 minutes on two CPU cores
+demo: $(VENV)/installed  ## draw pictures, train on them, paint, and check the result: 2 to 5 minutes on two CPU cores
 	$(PY) demo/run.py
 
 finetune: $(VENV)/installed  ## after make demo: teach its model a new shape from 24 pictures by LoRA, and check the result
@@ -40,7 +40,7 @@ paint: $(VENV)/installed  ## paint with the small model that comes along: make p
 showcase: $(VENV)/installed_dev  ## real drawings from nothing on one NVIDIA GPU: half an hour; ARGS=--dry_run says what it does
 	$(PY) demo/showcase.py $(ARGS)
 
-test: $(VENV)/installed_dev  ## check style and run the tests: 10 to 14 minutes on two CPU cores
+test: $(VENV)/installed_dev  ## check style and run the tests: 11 to 15 minutes on two CPU cores
 	$(PY) -m ruff check . && $(PY) -m ruff format --check .
 	$(PY) -m pytest
 
