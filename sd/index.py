@@ -51,7 +51,7 @@ from sd.folder_captions import (
 )
 from sd.folders import IMAGE_EXTENSIONS, is_hidden, is_picture
 from sd.locks import Locks
-from sd.masks import MASK, mask_of
+from sd.masks import is_mask, mask_of
 from sd.metadata import metadata_value
 from sd.pictures import Header, Reject, read_header
 from sd.remote import Remote, is_remote
@@ -190,10 +190,10 @@ def _remote_part(remote: Remote, captions: Captions, index: Path | None) -> Part
 
 def _folder_parts(folder: Path, captions: Captions, index: Path | None, left_out: Counter) -> list[Part]:
     found, others = find_pictures(folder, left_out)
-    masks = [name for name in found if Path(name).stem.endswith(".mask")]
-    files = sorted(set(found) - set(masks))
-    of_files = {file: mask for file in files if (mask := mask_of(file)) in set(masks)} if captions.masks else {}
-    left_out["mask"] += len(set(masks) - set(of_files.values()))
+    masks = {name for name in found if is_mask(Path(name).stem)}
+    files = sorted(set(found) - masks)
+    of_files = {file: mask for file in files if (mask := mask_of(file, masks.__contains__))} if captions.masks else {}
+    left_out["mask"] += len(masks - set(of_files.values()))
     listed = captions.listed
     if listed is None:  # a list that lies in the folder under one of the usual names
         usual = (f"{stem}{end}" for stem in ("captions", "metadata") for end in LISTS)
@@ -234,7 +234,7 @@ def _list_parts(path: Path, captions: Captions, index: Path | None, left_out: Co
     masks = {}
     if captions.masks:
         places = [place for place, *_ in items.values()]
-        masks = {place: mask_of(place) for place in places if (path.parent / mask_of(place)).is_file()}
+        masks = {p: mask for p in places if (mask := mask_of(p, lambda name: (path.parent / name).is_file()))}
     return _file_parts(path, path.parent, path.stem, list(items.values()), captions, index, masks)
 
 
@@ -367,10 +367,10 @@ def _tar_rows(part: Part, tar: Path, counts: Counter, rejected: list) -> list[di
             sample = samples.setdefault(key, {})
             if kind not in IMAGE_EXTENSIONS:
                 sample.setdefault(kind, data)
-            elif key.endswith(".mask"):
+            elif is_mask(key):
                 counts["mask"] += 1
-                if part.captions.masks and f"{key}.{kind}".endswith(MASK):
-                    masks[key.removesuffix(".mask")] = offset, _look(data)
+                if part.captions.masks and kind == "png":
+                    masks[key[: -len(".mask")]] = offset, _look(data)
             elif key in offsets:
                 counts["duplicate_key"] += 1
             else:

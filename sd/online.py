@@ -39,7 +39,7 @@ from sd.index import (
     read_index,
     read_picture,
 )
-from sd.masks import MASK, loss_weights, mask_of, read_mask
+from sd.masks import MASK, loss_weights, read_mask
 from sd.networks import unet_config
 from sd.pictures import Reject, cut, decode_image, scaled
 from sd.setup import Data
@@ -363,15 +363,21 @@ class Pictures:
         return self._mask is not None and self._mask[int(self._at(i))] >= 0
 
     def _read_mask(self, i: int) -> bytes:
-        row, name = int(self._at(i)), mask_of(self._key_of(i))
-        return read_picture(self.parts[self._part[row]], name, int(self._mask[row]), int(self._mask_bytes[row]))
+        row, name = int(self._at(i)), self._key_of(i)
+        part = self.parts[self._part[row]]
+        if part.masks:
+            name = f"{part.prefix}/{part.masks[name[len(part.prefix) + 1 :]]}"
+        return read_picture(part, name, int(self._mask[row]), int(self._mask_bytes[row]))
 
     def _grey(self, i: int, shape: tuple[int, int]) -> np.ndarray:
-        """A picture's mask, uint8 [H, W] as the picture's shape."""
+        """A picture's mask, uint8 [H, W] as the picture's shape. Raises Reject too where nothing of it would count."""
         try:
-            return read_mask(self._read_mask(i), shape)
+            grey = read_mask(self._read_mask(i), shape)
         except Reject as reject:
             raise Reject(f"its mask: {reject.reason}") from None
+        if not self._floor and not grey.any():
+            raise Reject("its mask: all black")
+        return grey
 
     def _one(self, i: int, position: int | None) -> tuple[int, np.ndarray, np.ndarray | None]:
         """The picture that is shown at a position where picture i is due: its number; its square uint8 [size, size, 3]

@@ -22,6 +22,7 @@ import sd.masks
 from sd.data import Batch
 from sd.device import Place
 from sd.encoder import Encoder
+from sd.errors import InputError
 from sd.index import Captions, find_parts
 from sd.objective import sample_losses, validate
 from sd.online import Cut, Latents, Pictures
@@ -106,6 +107,22 @@ def test_folders_lists_and_tars_find_the_mask_of_each_picture(tmp_path):
     assert index.table["mask"].to_pylist()[1] is None
 
 
+@pytest.mark.parametrize("ending", [".mask.PNG", ".MASK.PNG"])
+def test_endings_of_masks_in_capital_letters_are_found_and_never_pictures(ending, root, tmp_path):
+    folder = write_folder(tmp_path / "cat", 2)
+    (folder / f"p00{ending}").write_bytes(grey(left_half()))
+    (folder / f"alone{ending}").write_bytes(grey(left_half()))
+    (folder / f"alone{ending[:-4]}.txt").write_text("a caption makes no picture of it")
+    (tmp_path / "list.csv").write_text("file,caption\ncat/p00.jpg,one\ncat/p01.jpg,two\n")
+    members = sample("a", 0) + sample("b", 1) + [("a" + ending, grey(left_half()))]
+    tar = write_tar(tmp_path / "s/images/00000.tar", members)
+    for pictures in (folder, tmp_path / "list.csv", tar):
+        assert [mask is not None for mask in indexed(pictures)[0].table["mask"].to_pylist()] == [True, False]
+        weights = split_of(root, pictures, Cut(64)).weights(np.arange(2))
+        assert weights[0, 0].tolist() == [1] * 4 + [0] * 4 and (weights[1] == 1).all()
+    assert indexed(folder)[1]["mask"] == 1
+
+
 # ----------------------------------------------------------------------------------------------------------------
 # Weights
 # ----------------------------------------------------------------------------------------------------------------
@@ -133,6 +150,23 @@ def test_masks_may_have_any_size_and_kind():
         file = io.BytesIO()
         Image.fromarray(wanted).convert(mode).save(file, "PNG")
         assert (sd.masks.read_mask(file.getvalue(), (72, 96)) == wanted).all(), mode
+
+
+def test_what_is_transparent_in_a_mask_does_not_count():
+    """As programs that cut out a subject leave it: white on the left, nothing on the right, in any colour."""
+    for hidden in (0, 255):
+        levels = np.maximum(left_half(), np.uint8(hidden))
+        image = Image.merge("LA", [Image.fromarray(levels), Image.fromarray(left_half())])
+        for mode in ("LA", "RGBA"):
+            file = io.BytesIO()
+            image.convert(mode).save(file, "PNG")
+            assert (sd.masks.read_mask(file.getvalue(), (72, 96)) == left_half()).all(), (mode, hidden)
+    file = io.BytesIO()
+    half = Image.fromarray(np.full((72, 96), 128, np.uint8))
+    Image.merge("LA", [half, half]).save(file, "PNG")
+    assert set(sd.masks.read_mask(file.getvalue(), (72, 96)).flat) == {64}
+    Image.fromarray(left_half() // 255).convert("P").save(palette := io.BytesIO(), "PNG", transparency=0)
+    assert (sd.masks.read_mask(palette.getvalue(), (72, 96))[:, 48:] == 0).all()
 
 
 def test_a_mask_is_cut_mirrored_and_scaled_as_its_picture_and_not_coloured():
@@ -281,3 +315,17 @@ def test_a_damaged_mask_is_told_and_another_picture_stands_in(root, tmp_path):
     (folder / "p00.mask.png").write_bytes(bytes(broken))
     which, *_ = split.shown(np.array([0]), 0, np.arange(1))
     assert which.tolist() == [1] and "p00.jpg cannot be decoded (its mask: corrupt)" in said[0]
+
+
+def test_a_picture_whose_mask_is_all_black_teaches_nothing_and_is_told(root, tmp_path):
+    folder = write_folder(tmp_path / "cat", 2)
+    (folder / "p00.mask.png").write_bytes(grey(np.zeros((72, 96), np.uint8)))
+    split, said = split_of(root, folder, Cut(64)), []
+    split.say = said.append
+    which, _, weights = split.shown(np.array([0]), 0, np.arange(1))
+    assert which.tolist() == [1] and (weights == 1).all() and "(its mask: all black)" in said[0]
+    which, _, weights = split_of(root, folder, Cut(64), 0.1).shown(np.array([0]), 0, np.arange(1))
+    assert which.tolist() == [0] and np.allclose(weights, 0.1)  # with a floor it counts everywhere alike
+    (folder / "p01.mask.png").write_bytes(grey(np.zeros((72, 96), np.uint8)))
+    with pytest.raises(InputError, match="none of the 2 pictures beside cat/p00.jpg can be decoded"):
+        split_of(root, folder, Cut(64)).shown(np.array([0]), 0, np.arange(1))
