@@ -7,7 +7,7 @@
 Eleven packages of the npm registry hold drawings by the English name of what they show; --fetch gets them as .tgz
 files, which can be carried to a machine without network. Each drawing gives a picture on white, two on coloured
 backgrounds, two moved, turned and perhaps mirrored, two tinted ("a blue dog") where it has a main colour, and a part in
-scenes of two things ("a cat to the left of a pizza"): about 64,000 pictures. Each picture's JSON has concept, style,
+scenes of two things ("a cat to the left of a pizza"): about 74,000 pictures. Each picture's JSON has concept, style,
 background, tint, kind, split (train or val), captions (five ways of saying it), package and licence; the .txt is the
 first caption. What `val` shows is in no training picture in any form: pairs of a concept and a style, of a concept and
 a colour, of two concepts (the rules are in sd/drawings.py). Left out: skin tones, flags of countries, clock faces,
@@ -56,7 +56,7 @@ KINDS = ("plain", "colour", "jitter", "tint", "scene")
 COLOURED = 2  # pictures on coloured backgrounds, of each drawing
 JITTERED = 2
 TINTED = 2  # in different colours, where the drawing can be tinted
-SCENES = 0.7  # of two things, for each drawing that can be in one
+SCENES = 2.5  # of two things, for each drawing that can be in one
 DECIDED = 128  # pixels a side that decisions look at
 EXTRA = 0.1  # share of the drawings that also show a held-out colour
 

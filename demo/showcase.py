@@ -43,6 +43,7 @@ def stages(args, cores: int) -> list[Stage]:
     slower = MEASURED / cores
     draw = ["data_pipeline/01i_emoji_styles.py", "--packages", args.packages, "--workers", cores]
     limit = ["--limit", args.limit] if args.limit else []
+    half = cores // 2  # beside the drawing of 256 px
     few = max(1, cores - 3)  # beside a training, which wants some for itself
     unet = ["--unet", *args.unet] if args.unet else []
     encode = ["encode_latents.py", "--vae", vae, "--batch", 256]
@@ -70,11 +71,11 @@ def stages(args, cores: int) -> list[Stage]:
               beside=True),
         Stage("words", [
             ["data_pipeline/04_tokenise.py", "--in", source / "images", "--out", tokens, "--tokenizer",
-             args.text_encoder, "--max_length", 24],
+             args.text_encoder, "--max_length", 24, "--workers", half],
             ["data_pipeline/04b_cut_vocabulary.py", "--text_encoder", args.text_encoder, "--captions", tokens, "--out",
              text],
             ["data_pipeline/04_tokenise.py", "--in", source / "images", "--out", source / "cut_tokens", "--tokenizer",
-             text, "--max_length", 24],
+             text, "--max_length", 24, "--workers", half],
             ["data_pipeline/05_build_hf_dataset.py", "--in", source / "cut_tokens", "--out", source / "dataset",
              "--split_column", "split"],
         ], 35, beside=True, after=("draw at 128 px",)),
