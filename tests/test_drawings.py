@@ -599,7 +599,7 @@ def test_black_on_white_is_what_it_says():
 
     right = with_square(255, 0)
     assert silhouettes.is_black_on_white(right)
-    assert not silhouettes.is_black_on_white(with_square(255, (200, 30, 30)))  # has a colour
+    assert not silhouettes.is_black_on_white(with_square(255, (20, 10, 110)))  # dark, and blue
     assert not silhouettes.is_black_on_white(with_square(255, 130))  # is grey
     assert not silhouettes.is_black_on_white(255 - right)  # white on black
     assert not silhouettes.is_black_on_white(with_square(255, 0, side=3))  # hardly anything
@@ -608,7 +608,7 @@ def test_black_on_white_is_what_it_says():
 
 def test_the_checkpoint_of_the_lowest_held_out_loss_is_painted_with(tmp_path):
     rows = [(10, "ema", "val", 3.0), (20, "ema", "val", 1.0), (20, "ema", "train", 9.0), (30, "ema", "val", 2.0),
-            (30, "live", "val", 0.5), (40, "ema", "val", 2.5)]  # fmt: skip
+            (40, "live", "val", 0.5), (40, "ema", "val", 2.5)]  # fmt: skip
     rows = [{"step": s, "weights": w, "split": p, "loss": loss, "images": s} for s, w, p, loss in rows]
     (tmp_path / "validation.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     assert silhouettes.best_checkpoint(tmp_path) == tmp_path  # a model, or a run without checkpoints
