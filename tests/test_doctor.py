@@ -7,6 +7,7 @@ tests/doctor/run.py breaks whole runs on purpose; here each rule meets the fault
 import hashlib
 import json
 import math
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -571,6 +572,15 @@ def test_the_doctor_changes_nothing_and_judges_a_run(world, tmp_path, capsys):
     for word in ("data: ", "checkpoint: well", "what to do: ", f"accused 0 of {HEALTHY_RUNS} healthy runs"):
         assert word in text, word
     assert page.startswith("<!DOCTYPE html>") and "http://" not in page
+
+
+def test_a_log_alone_is_judged(world, tmp_path, capsys):
+    """Of a folder without a checkpoint and without config.json: what the log tells, and the length is not known."""
+    shutil.copy(world / "watched/log.jsonl", tmp_path)
+    SD_Doctor.main([str(tmp_path)])
+    said = capsys.readouterr().out
+    assert re.search(r"well +skipped steps: 0 of 24 steps", said)
+    assert re.search(r"not judged +warm-up: the run's length is not known", said), said
 
 
 def test_a_checkpoint_and_a_foreign_file_are_judged(world, tmp_path):

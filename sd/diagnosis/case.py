@@ -138,10 +138,10 @@ class Case:
         """Steps of the whole run, as far as settings and log tell."""
         if self.settings.get("max_steps"):
             return self.settings["max_steps"]
-        if self.settings.get("minutes") or not self.log or not self.log[-1].get("epoch"):
+        epochs, last = self.settings.get("epochs"), self.log[-1] if self.log else {}
+        if self.settings.get("minutes") or not epochs or not last.get("epoch"):
             return None
-        last = self.log[-1]
-        return round(self.settings["epochs"] * last["step"] / last["epoch"])
+        return round(epochs * last["step"] / last["epoch"])
 
 
 def open_case(source: str, changes: dict) -> Case:
