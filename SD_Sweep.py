@@ -3,10 +3,12 @@
     python SD_Sweep.py plans/lora_lr.json --out runs/study --dry_run
     python SD_Sweep.py plans/lora_lr.json --out runs/study --set data=data/mine base=v1-5.safetensors
     python SD_Sweep.py plans/lora_lr.json --out runs/study --gpus 0,1,2,3       # again after a stop, and it goes on
+    python SD_Sweep.py plans/lora_lr.json --out runs/study --set ... -- --size 256 --model small    # all trainings have
 
 A plan is a JSON object:
 
-    base      words of SD_Train.py that all trainings have in common; {name} in them is filled in by --set name=value
+    base      words of SD_Train.py that all trainings have in common; {name} in them is filled in by --set name=value,
+              {name*3} by three times that number; words behind -- follow them
     grid      flag: list of its values. true: the flag alone; false or null: without it; a list: several words;
               {"name": ..., "flags": [...]}: a set of flags under a name (then a word may stand instead of the flag)
     seeds     each choice is trained with each of them
@@ -17,12 +19,16 @@ A plan is a JSON object:
     name, about      for the page
 
 Every training is a run folder in --out; a training that fails is told, and the others go on (exit status 1 at the end).
---out gets index.html (curves of all choices by images seen, the table, the last grids), results.csv and results.json.
+--out gets index.html (curves of all choices by images seen, the table, the last grids), the held-out curves alone as
+curves.png, the table as table.md, results.csv and results.json. Seeds differ in the noise that they are measured with
+too, so choices are compared seed by seed: "above the best" is how far a choice's lowest loss lies above that of the
+best choice with the same seed.
 """
 
 import json
 import os
 import queue
+import re
 import shlex
 import signal
 import subprocess
@@ -38,7 +44,21 @@ from sd import page
 from sd.cli import parser
 from sd.errors import InputError, run
 from sd.files import atomic_write, make_folder
-from sd.sweep import Trial, as_csv, curve, in_words, mean_curves, read_plan, result_of, summary, trials
+from sd.sweep import (
+    MEASURED,
+    Trial,
+    as_csv,
+    as_markdown,
+    curve,
+    draw_curves,
+    in_words,
+    mean_curves,
+    read_plan,
+    result_of,
+    summary,
+    trials,
+    with_words,
+)
 
 ROOT = Path(__file__).resolve().parent
 
@@ -48,14 +68,22 @@ def fill_in(plan: dict, values: list[str]) -> dict:
     text, given = json.dumps({"base": plan["base"], "grid": plan["grid"], "measure": plan["measure"]}), {}
     for word in values:
         name, equals, value = word.partition("=")
-        if not equals or f"{{{name}}}" not in text:
+        if not equals or not re.search(rf"\{{{re.escape(name)}[*}}]", text):
             raise InputError(f"--set wants NAME=VALUE for a {{NAME}} of the plan, found {word!r}")
         given[name] = value
 
+    def value_of(found: re.Match) -> str:
+        name, factor = found.groups()
+        if name not in given or not factor:
+            return given.get(name, found[0])
+        try:
+            return f"{float(given[name]) * float(factor):.6g}"
+        except ValueError:
+            raise InputError(f"the plan has {found[0]}, and --set {name} is no number: {given[name]}") from None
+
     def filled(part):
         if isinstance(part, str):
-            for name, value in given.items():
-                part = part.replace(f"{{{name}}}", value)
+            part = re.sub(r"\{(\w+)(?:\*([^}]*))?\}", value_of, part)
             if "{" in part.replace("{out}", ""):
                 raise InputError(f"the plan leaves {part!r} open: add --set NAME=VALUE")
             return part
@@ -132,7 +160,9 @@ def write_page(out: Path, plan: dict, todo: list[Trial], failed: dict[str, str])
     training = mean_curves(
         results, {r.trial.name: curve(out / r.trial.name, "train", plan["weights"]) for r in results}
     )
-    columns = ["lowest held-out loss", "at images", "last held-out loss", "images/s", *plan["figures"]]
+    draw_curves(out / "curves.png", held_out, plan["name"])
+    atomic_write(out / "table.md", as_markdown(rows, plan))
+    columns = [*MEASURED, *plan["figures"]]
     table = [[row["choice"], str(row["seeds"]), *(in_words(row, name) for name in columns)] for row in rows]
     about = [plan["about"]] if plan["about"] else []
     parts = [page.section("What was compared", *about, page.table(["choice", "seeds", *columns], table))]
@@ -159,11 +189,14 @@ def main(argv=None):
     g.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="fill in {NAME} of the plan (default: "
                    "nothing)")  # fmt: skip
     g = p.add_argument_group("running")
-    g.add_argument("--gpus", help="run one training on each of these, as in 0,1,2 (default: one after the other)")
+    g.add_argument("--gpus", help="run one training on each of these, as in 0,1,2, or on one several at "
+                   "once, as in 0,0,0 (default: one after the other)")  # fmt: skip
     g.add_argument("--page", action="store_true", help="write the page of what is done, and train nothing")
     g.add_argument("--dry_run", action="store_true", help="print every command, and stop")
-    args = p.parse_args(argv)
-    plan = fill_in(read_plan(args.plan), args.set)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    end = argv.index("--") if "--" in argv else len(argv)
+    args = p.parse_args(argv[:end])
+    plan = fill_in(with_words(read_plan(args.plan), argv[end + 1 :]), args.set)
     todo = trials(plan)
     if args.dry_run:
         for trial in todo:

@@ -3,6 +3,7 @@
     pip install -r requirements-data.txt
     python data_pipeline/01i_emoji_styles.py --fetch --packages data/packages      # npm pack, 43 MB; needs npm
     python data_pipeline/01i_emoji_styles.py --packages data/packages --out data/drawings --size 128 --workers 16
+    python data_pipeline/01i_emoji_styles.py --fetch --packages data/packages --silhouettes data/silhouettes --size 256
 
 Eleven packages of the npm registry hold drawings by the English name of what they show; --fetch gets them as .tgz
 files, which can be carried to a machine without network. Each drawing gives a picture on white, two on coloured
@@ -13,6 +14,12 @@ first caption. What `val` shows is in no training picture in any form: pairs of 
 a colour, of two concepts (the rules are in sd/drawings.py). Left out: skin tones, flags of countries, clock faces,
 families, symbols and signs, women's and men's versions of what people do. Run the same command again to go on after a
 stop.
+
+--silhouettes writes pictures for fine-tuning in a style that none of these packages has: plain ones on white of
+@iconify-json/fluent-emoji-high-contrast 1.2.6 (MIT), of things by the same names, as NAME.png, NAME.txt ("red apple,
+black silhouette") and NAME.json. `order` in the JSON is 1 to 240 of pictures to train on and 0 of 64 others, which
+`SD_Train.py --pictures DIR --val_fraction 0.5` holds out: with --where "order<=60" it trains on 60, and the held-out
+ones are the same for every number.
 """
 
 import json
@@ -35,9 +42,9 @@ import pyarrow.parquet as pq
 from sd import drawings
 from sd.cli import parser
 from sd.errors import InputError, run
-from sd.files import make_folder, write_manifest
+from sd.files import atomic_write, claim_folder, make_folder, write_manifest
 from sd.pictures import Reject, encode_png
-from sd.shards import ShardWriter, build_shards
+from sd.shards import ShardWriter, build_shards, key_fraction
 
 PACKAGES = {  # npm name: version, style, licence
     "@iconify-json/noto": ("1.2.9", "noto", "Apache-2.0"),
@@ -52,6 +59,11 @@ PACKAGES = {  # npm name: version, style, licence
     "@iconify-json/fxemoji": ("1.2.2", "fxemoji", "Apache-2.0"),
     "@iconify-json/streamline-emojis": ("1.2.4", "streamline", "CC-BY-4.0"),
 }
+SILHOUETTES = "@iconify-json/fluent-emoji-high-contrast"  # a style for fine-tuning, which the shards do not hold
+FURTHER = {SILHOUETTES: ("1.2.6", "silhouette", "MIT")}
+SILHOUETTE = "black silhouette"  # what captions call it
+HELD_BELOW = 0.5  # silhouettes with a key_fraction below this are held out
+TRAINED, HELD_OUT = 240, 64  # silhouettes
 KINDS = ("plain", "colour", "jitter", "tint", "scene")
 COLOURED = 2  # pictures on coloured backgrounds, of each drawing
 JITTERED = 2
@@ -179,12 +191,12 @@ def need(package: str, distribution: str):
 
 def tgz_name(package: str) -> str:
     """How npm calls the file of a package, e.g. iconify-json-noto-1.2.9.tgz."""
-    return f"{package.removeprefix('@').replace('/', '-')}-{PACKAGES[package][0]}.tgz"
+    return f"{package.removeprefix('@').replace('/', '-')}-{(PACKAGES | FURTHER)[package][0]}.tgz"
 
 
-def fetch(folder: Path) -> None:
-    """Runs `npm pack` for each package that is not in the folder yet."""
-    if all((folder / tgz_name(package)).exists() for package in PACKAGES):
+def fetch(folder: Path, packages: dict[str, tuple[str, str, str]]) -> None:
+    """Runs `npm pack` for each of the packages that is not in the folder yet."""
+    if all((folder / tgz_name(package)).exists() for package in packages):
         return
     if shutil.which("npm") is None:
         raise InputError(
@@ -192,7 +204,7 @@ def fetch(folder: Path) -> None:
             "the folder of .tgz files as --packages"
         )
     make_folder(folder)
-    for package, (version, _, _) in PACKAGES.items():
+    for package, (version, _, _) in packages.items():
         path = folder / tgz_name(package)
         if path.exists():
             continue
@@ -300,16 +312,22 @@ def read_names(icons: dict[str, tuple[dict, dict]]) -> tuple[dict[str, str], dic
     return names, usable, {name: next(iter(codes)) for name, codes in meant.items()}
 
 
+def read_set(folder: Path, package: str) -> tuple[dict, dict[str, str], dict]:
+    """(icons.json, code by icon's name, metadata.json) of an Iconify set."""
+    with open_package(folder, package) as tar:
+        content = json.loads(read_member(tar, "icons.json"))
+        codes = {name: code for code, name in json.loads(read_member(tar, "chars.json")).items()}
+        about = json.loads(read_member(tar, "metadata.json"))
+    return content, codes, about
+
+
 def find_drawings(folder: Path) -> list[Drawing]:
     """All drawings that are used, in an order that mixes concepts and styles and is the same for ever."""
     sets, icons, groups = {}, {}, {}
     for package in PACKAGES:
         if package.startswith("@lobehub"):
             continue
-        with open_package(folder, package) as tar:
-            content = json.loads(read_member(tar, "icons.json"))
-            codes = {name: code for code, name in json.loads(read_member(tar, "chars.json")).items()}
-            about = json.loads(read_member(tar, "metadata.json"))
+        content, codes, about = read_set(folder, package)
         for alias, entry in content.get("aliases", {}).items():
             if entry["parent"] in codes:
                 codes.setdefault(alias, codes[entry["parent"]])
@@ -357,6 +375,21 @@ def find_drawings(folder: Path) -> list[Drawing]:
     held = {concept: drawings.held_styles(concept, present) for concept, present in styles.items()}
     order = sorted(found.values(), key=lambda d: drawings.fraction("order", d.concept, d.package))
     return [drawing._replace(held=held[drawing.concept]) for drawing in order]
+
+
+def find_silhouettes(folder: Path) -> list[Drawing]:
+    """The silhouettes of animals, food, objects, places and activities, in an order that is the same for ever."""
+    content, codes, about = read_set(folder, SILHOUETTES)
+    names, _, _ = read_names({})
+    found: dict[str, Drawing] = {}
+    for group, members in about["categories"].items():
+        for icon in sorted(set(members) & set(content["icons"]) & set(codes)):
+            name = names.get(codes[icon])
+            if name is None or not is_thing(group) or not is_wanted(codes[icon], name, group):
+                continue
+            body = svg_of(content["icons"][icon], content)
+            found.setdefault(name, Drawing(name, FURTHER[SILHOUETTES][1], SILHOUETTES, group, [name], set(), body))
+    return sorted(found.values(), key=lambda drawing: drawings.fraction("silhouettes", drawing.concept))
 
 
 def svg_of(icon: dict, content: dict) -> str:
@@ -475,14 +508,18 @@ def can_tint(drawing: Drawing) -> bool:
     return "People" not in drawing.group and not drawings.COLOUR_NAMES.search(drawing.concept)
 
 
+def is_thing(group: str) -> bool:
+    """Whether a group holds animals and things, rather than people, faces and flags."""
+    return bool(re.match("Animals|Food|Objects|Travel|Activit", group))
+
+
 def in_scenes(drawing: Drawing) -> bool:
     """Whether it is a thing that stands beside others."""
-    group = re.match("Animals|Food|Objects|Travel|Activit", drawing.group)
     if re.search(
         r"sunrise|sunset|\bcity|night|milky|foggy|fireworks|\bmap\b|chart|moon|wave|fog$|park$|desert", drawing.concept
     ):
         return False
-    return bool(group) and drawing.style not in drawing.held and len(drawing.concept.split()) <= 3
+    return is_thing(drawing.group) and drawing.style not in drawing.held and len(drawing.concept.split()) <= 3
 
 
 def scenes_of(made: list[tuple[Drawing, Look]], number: int, size: int):
@@ -575,6 +612,35 @@ def write_shard(path: Path, number: int, items: list[Drawing], size: int) -> int
     return len(items)
 
 
+def write_silhouettes(packages: Path, out: Path, size: int) -> Counter:
+    """Writes a folder of pictures with captions (see the first lines of this file); how many are trained and held out.
+    Which side a picture is on is that of SD_Train.py: it depends on the folder's name and the file's alone."""
+    resvg = need("resvg_py", "resvg-py")
+    found = find_silhouettes(packages)
+    version, style, licence = FURTHER[SILHOUETTES]
+    settings = {"silhouettes": SILHOUETTES, "version": version, "licence": licence, "size": size}
+    claim_folder(out, "01i_emoji_styles.py", settings)
+    done = Counter()
+    for drawing in found:
+        name = re.sub("[^a-z0-9]+", "_", drawing.concept).strip("_")
+        side = "held out" if key_fraction(f"{out.name}/{name}.png") < HELD_BELOW else "trained"
+        if done[side] == (HELD_OUT if side == "held out" else TRAINED):
+            continue
+        try:
+            look = look_at(resvg, drawing.body, size)
+        except Reject:
+            continue
+        done[side] += 1
+        facts = {"concept": drawing.concept, "style": style, "order": done[side] if side == "trained" else 0,
+                 "package": SILHOUETTES, "licence": licence}  # fmt: skip
+        atomic_write(out / f"{name}.png", encode_png(drawings.on_ground(look.rgba, size, "white")))
+        atomic_write(out / f"{name}.txt", f"{drawing.concept}, {SILHOUETTE}\n")
+        atomic_write(out / f"{name}.json", json.dumps(facts) + "\n")
+    counts = dict(sorted(done.items()))
+    write_manifest(out, {"script": "01i_emoji_styles.py", "settings": settings, "complete": True, "counts": counts})
+    return done
+
+
 def count_pictures(folder: Path) -> dict[str, dict[str, int]]:
     """How many pictures there are by kind, style, split and licence, from the shards' parquet files."""
     counts = {name: Counter() for name in ("kind", "style", "split", "licence")}
@@ -596,6 +662,10 @@ def main() -> None:
     g.add_argument(
         "--out", help="folder of the source, as data/drawings, which gets images/*.tar; default: nothing is rendered"
     )
+    g.add_argument(
+        "--silhouettes", type=Path, metavar="DIR", help="folder for pictures of another style, to fine-tune with; "
+        "default: none are written"
+    )  # fmt: skip
     g.add_argument("--size", type=int, default=128, help="side in pixels")
     g.add_argument("--limit", type=int, help="only so many drawings, of about six pictures each; default: all")
 
@@ -603,12 +673,18 @@ def main() -> None:
     g.add_argument("--shard_size", type=int, default=100, help="drawings a tar, 2 to 1,000")
     g.add_argument("--workers", type=int, default=1, help="processes")
     args = p.parse_args()
-    if not (args.fetch or args.out):
-        raise InputError("nothing to do: give --fetch to get the packages, --out to render them, or both")
+    if not (args.fetch or args.out or args.silhouettes):
+        raise InputError(
+            "nothing to do: give --fetch to get the packages, --out or --silhouettes to render them, or both"
+        )
     if args.size < 32 or not 2 <= args.shard_size <= 1000 or (args.limit is not None and args.limit < 1):
         raise InputError("--size must be at least 32, --shard_size from 2 to 1,000, --limit at least 1")
     if args.fetch:
-        fetch(args.packages)
+        wanted = FURTHER if args.silhouettes else {}
+        fetch(args.packages, wanted | PACKAGES if args.out or not wanted else wanted)
+    if args.silhouettes:
+        done = write_silhouettes(args.packages, args.silhouettes, args.size)
+        print(f"{args.silhouettes}: {done['trained']} silhouettes to train on, {done['held out']} held out")
     if not args.out:
         return
     need("resvg_py", "resvg-py")

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sd.errors import InputError
-from sd.files import read_json
+from sd.files import atomic_path, read_json
 from sd.log import read_rows
 
+MEASURED = ("lowest held-out loss", "above the best", "at images", "last held-out loss", "images/s")  # of a summary
 FIELDS = {"name": str, "about": str, "base": list, "grid": dict, "seeds": list, "measure": list, "figures": dict,
           "split": str, "weights": str, "skip": list}  # of a plan  # fmt: skip
 OWN = ("--out", "--resume", "--seed", "--dry_run", "--benchmark", "--stop_at")  # flags that a plan may not set
@@ -72,6 +73,13 @@ def read_plan(path: Path) -> dict:
     if taken := [w for w in [*map(str, plan["base"]), *plan["grid"]] if w.partition("=")[0] in OWN]:
         raise InputError(f"{path} sets {taken[0]}, which a study sets itself: leave it out (seeds are in `seeds`)")
     return plan
+
+
+def with_words(plan: dict, words: list[str]) -> dict:
+    """The plan with further words of SD_Train.py that all trainings have in common; what the grid sets goes before."""
+    if taken := [w for w in words if w.partition("=")[0] in OWN]:
+        raise InputError(f"{taken[0]} is what a study sets itself: leave it out of the words behind --")
+    return plan | {"base": [*plan["base"], *words]}
 
 
 def words_of(flag: str, value) -> list[str]:
@@ -146,11 +154,18 @@ def spread(values: list[float]) -> tuple[float, float | None]:
 
 def summary(results: list[Result], plan: dict) -> list[dict]:
     """A row for each choice: over its seeds, the mean and the standard deviation of all that was measured."""
-    rows = []
-    for label, group in _by_label(results).items():
+    rows, groups = [], _by_label(results)
+    means = {label: [r.lowest for r in group if r.lowest is not None] for label, group in groups.items()}
+    means = {label: statistics.fmean(values) for label, values in means.items() if values}
+    best = groups[min(means, key=means.get)] if means else []
+    lowest = {r.trial.seed: r.lowest for r in best if r.lowest is not None}
+    for label, group in groups.items():
         row = {"choice": label, "seeds": len(group)}
         measured = {
             "lowest held-out loss": [r.lowest for r in group],
+            "above the best": [
+                r.lowest - lowest[r.trial.seed] for r in group if r.lowest is not None and r.trial.seed in lowest
+            ],  # fmt: skip
             "at images": [r.at for r in group],
             "last held-out loss": [r.last for r in group],
             "images/s": [r.images_per_s for r in group],
@@ -187,6 +202,36 @@ def as_csv(rows: list[dict]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
+
+
+def as_markdown(rows: list[dict], plan: dict) -> str:
+    """A summary's rows as a table of Markdown."""
+    columns = [*MEASURED, *plan["figures"]]
+    lines = [f"| {' | '.join(['choice', 'seeds', *columns])} |", "|---" * (2 + len(columns)) + "|"]
+    for row in rows:
+        cells = [row["choice"], str(row["seeds"]), *(in_words(row, name) for name in columns)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw_curves(path: Path, held_out: dict[str, list[tuple[int, float]]], title: str):
+    """A PNG of held-out losses by images seen, a curve a choice, with a dot at its lowest. No file without curves."""
+    from matplotlib.figure import Figure
+
+    held_out = {label: points for label, points in held_out.items() if points}
+    if not held_out:
+        return
+    figure = Figure(figsize=(9, 5))
+    axis = figure.subplots()
+    for i, (label, points) in enumerate(held_out.items()):
+        style = {"color": f"C{i % 10}", "ls": ("-", "--", ":", "-.")[i // 10 % 4]}
+        axis.plot(*zip(*points), label=label, lw=1.2, **style)
+        axis.plot(*min(points, key=lambda p: p[1]), marker="o", ms=5, color=style["color"])
+    axis.set(title=title, xlabel="images seen", ylabel="held-out loss")
+    axis.legend(fontsize=7, ncol=1 + len(held_out) // 13)
+    figure.tight_layout()
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")
 
 
 def in_words(row: dict, name: str, digits: int = 4) -> str:

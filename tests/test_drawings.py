@@ -18,8 +18,9 @@ import sd.errors  # noqa: E402
 import sd.pictures  # noqa: E402
 import sd.prompts  # noqa: E402
 import sd.shards  # noqa: E402
-from demo import sampler_steps  # noqa: E402
-from sd import drawings  # noqa: E402
+from demo import sampler_steps, silhouettes  # noqa: E402
+from sd import drawings, online  # noqa: E402
+from sd.where import Where  # noqa: E402
 
 script = importlib.import_module("01i_emoji_styles")
 evaluate = importlib.import_module("evaluate_drawings")
@@ -43,7 +44,7 @@ THINGS = {  # code, name, group, and what its SVG shows: the shape is the concep
 def packages(tmp_path_factory) -> Path:
     """A folder of small .tgz files in the layout of the npm packages; each set draws in a line width of its own."""
     folder = tmp_path_factory.mktemp("packages")
-    for number, package in enumerate(script.PACKAGES):
+    for number, package in enumerate([*script.PACKAGES, script.SILHOUETTES]):
         files = {}
         if package.startswith("@lobehub"):
             import cv2
@@ -372,6 +373,38 @@ def test_bad_input_ends_in_one_sentence(arguments, words, tmp_path, monkeypatch,
     assert not (tmp_path / "out").exists()
 
 
+def test_silhouettes_are_held_out_as_their_order_says(packages, tmp_path, monkeypatch, capsys):
+    """What training holds out is what the JSON says, whichever number of pictures is trained on."""
+    monkeypatch.setattr(script, "TRAINED", 2)
+    out = tmp_path / "silhouettes"
+    run(monkeypatch, script.main, "--packages", packages, "--silhouettes", out, "--size", "64")
+    facts = {path.stem: json.loads(path.read_text()) for path in out.glob("*.json") if path.stem != "manifest"}
+    things = {"dog", "cat", "automobile", "pizza", "key", "house", "turkey"}  # no people, flags, symbols
+    assert facts.keys() < things and len(facts) == 6  # of three on that side two are taken
+    trained = {name: fact["order"] for name, fact in facts.items() if fact["order"]}
+    held = facts.keys() - trained.keys()
+    assert sorted(trained.values()) == [1, 2] and len(held) == 4
+    assert all((out / f"{n}.txt").read_text() == f"{f['concept']}, black silhouette\n" for n, f in facts.items())
+    assert all(f["licence"] == "MIT" and f["package"] == script.SILHOUETTES for f in facts.values())
+    assert sd.pictures.read_picture(str(out / f"{min(held)}.png")).shape == (64, 64, 3)
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["complete"] and manifest["settings"]["version"] == "1.2.6"
+    assert manifest["counts"] == {"held out": len(held), "trained": len(trained)}
+
+    settings = dict(caption=None, captions=None, caption_encoding=None, masks=False, index=str(tmp_path / "index"),
+                    cache=None, cache_gib=1, window=0, strict=True)  # fmt: skip
+    for most in (1, 2):
+        _, index = online.indexed(str(out), settings, [], Where(f"order<={most}"), 1, lambda *_: None)
+        sides = [set(), set()]
+        for key, val in zip(index.table["key"].to_pylist(), online.held_out(index.table, 0.5)):
+            sides[int(val)].add(Path(key).stem)
+        assert sides == [{name for name, order in trained.items() if order <= most}, held]
+
+    with pytest.raises(SystemExit):
+        run(monkeypatch, script.main, "--packages", packages, "--silhouettes", out, "--size", "32")
+    assert "was made with size = 64" in capsys.readouterr().err
+
+
 def test_packages_that_are_all_there_are_fetched_without_npm(packages, monkeypatch, capsys):
     monkeypatch.setattr(script.shutil, "which", lambda name: None)
     before = sorted(path.name for path in packages.iterdir())
@@ -556,3 +589,29 @@ def test_pictures_are_painted_and_measured_once_for_each_sampler_and_number_of_s
     asked.write_text(json.dumps(prompts[-1]) + "\n")
     with pytest.raises(sd.errors.InputError, match="0 held-out prompts"):
         sampler_steps.main(argv)
+
+
+def test_black_on_white_is_what_it_says():
+    def with_square(ground, thing, side=40):
+        image = np.full((64, 64, 3), ground, np.uint8)
+        image[12 : 12 + side, 12 : 12 + side] = thing
+        return image
+
+    right = with_square(255, 0)
+    assert silhouettes.is_black_on_white(right)
+    assert not silhouettes.is_black_on_white(with_square(255, (20, 10, 110)))  # dark, and blue
+    assert not silhouettes.is_black_on_white(with_square(255, 130))  # is grey
+    assert not silhouettes.is_black_on_white(255 - right)  # white on black
+    assert not silhouettes.is_black_on_white(with_square(255, 0, side=3))  # hardly anything
+    assert silhouettes.is_black_on_white(np.clip(right.astype(int) + 8, 0, 250).astype(np.uint8))  # as a VAE gives it
+
+
+def test_the_checkpoint_of_the_lowest_held_out_loss_is_painted_with(tmp_path):
+    rows = [(10, "ema", "val", 3.0), (20, "ema", "val", 1.0), (20, "ema", "train", 9.0), (30, "ema", "val", 2.0),
+            (40, "live", "val", 0.5), (40, "ema", "val", 2.5)]  # fmt: skip
+    rows = [{"step": s, "weights": w, "split": p, "loss": loss, "images": s} for s, w, p, loss in rows]
+    (tmp_path / "validation.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert silhouettes.best_checkpoint(tmp_path) == tmp_path  # a model, or a run without checkpoints
+    for step in (10, 30, 40):  # that of 20 is gone
+        (tmp_path / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+    assert silhouettes.best_checkpoint(tmp_path).name == "step_00000030"

@@ -5,6 +5,7 @@ The trainings here are a script that writes what SD_Train.py would, so that a st
 
 import csv
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 import sd.errors
 import SD_Sweep
+import SD_Train
 from sd.errors import InputError
 from sd.sweep import mean_curves, read_plan, result_of, summary, trials
 
@@ -208,4 +210,60 @@ def test_every_plan_that_is_shipped_is_one(capsys):
     for path in sorted((Path(SD_Sweep.__file__).parent / "plans").glob("*.json")):
         plan = read_plan(path)
         assert plan["about"] and len(trials(plan)) >= 2, path
+        open_names = set(re.findall(r"\{(\w+)[*}]", json.dumps([plan["base"], plan["grid"], plan["measure"]]))) - {
+            "out"
+        }
+        filled = SD_Sweep.fill_in(plan, [f"{name}=1" for name in open_names])
+        for trial in trials(filled):  # words that the program takes
+            SD_Train.parse_args(trial.words)
     assert sd.errors.InputError is InputError
+
+
+def test_numbers_of_a_plan_are_multiplied_and_words_follow(root, capsys):
+    plan = plan_file(root, base=["--lr", "{lr*0.3}", "--val_steps", "{val*4}"], grid={"--text_lr": ["{lr}", "{lr*10}"]})
+    study(plan, "--out", root / "study", "--dry_run", "--set", "lr=1e-3", "val=12", "--", "--size", "256", "--lr", "5")
+    lines = capsys.readouterr().out.splitlines()
+    words = (
+        "SD_Train.py --lr 0.0003 --val_steps 48 --size 256 --lr 5 --text_lr"  # the last of two counts; grid at the end
+    )
+    assert f"{words} 1e-3 --seed 0" in lines[0] and f"{words} 0.01 --seed 0" in lines[1] and len(lines) == 3
+    for sets, said in ((["lr=1e-3"], "'{val[*]4}' open"), (["lr=x", "val=1"], "--set lr is no number: x"),
+                       (["lr=1", "va=1"], "found 'va=1'")):  # fmt: skip
+        with pytest.raises(InputError, match=said):
+            SD_Sweep.main([str(plan), "--out", str(root / "study"), "--set", *sets])
+    with pytest.raises(InputError, match="--seed is what a study sets itself"):
+        SD_Sweep.main([str(plan), "--out", str(root / "study"), "--set", "lr=1", "val=1", "--", "--seed", "3"])
+
+
+def test_choices_are_compared_seed_by_seed(root):
+    """The stub's losses differ by 2 between seeds and by 0.25 between rates: seed by seed nothing is left of the 2."""
+    out, plan = root / "study", plan_file(root, grid={"--lr": [1.0, 1.05]}, seeds=[0, 2])
+    assert study(plan, "--out", out) is None
+    best, other = json.loads((out / "results.json").read_text())["summary"]
+    assert best["above the best"] == 0 == best["above the best, deviation"]
+    assert other["above the best"] == pytest.approx(0.25) and other["above the best, deviation"] == pytest.approx(0)
+    assert other["lowest held-out loss, deviation"] == pytest.approx(2**0.5)
+    found = read_plan(plan)
+    results = [result_of(t, out / t.name, found) for t in trials(found)]
+    alone = [r for r in results if (r.trial.choice["--lr"], r.trial.seed) != (1.0, 2)]  # a seed that one choice lacks
+    assert [row["above the best"] for row in summary(alone, found)] == [0, pytest.approx(0.25)]
+
+
+def test_curves_and_table_are_files_of_their_own(root, monkeypatch):
+    from matplotlib.axes import Axes
+
+    drawn, plot = [], Axes.plot
+    monkeypatch.setattr(
+        Axes, "plot", lambda axis, *a, **k: (drawn.append(([*a], k.get("label"))), plot(axis, *a, **k))[1]
+    )
+    out, plan = root / "study", plan_file(root, grid={"--lr": [1.0, 1.5]}, seeds=[0, 2])
+    assert study(plan, "--out", out) is None
+    assert drawn[0] == ([(20, 40, 60, 80), (26.0, 1.0, 26.0, 101.0)], "lr 1") and drawn[1] == (
+        [40, 1.0],
+        None,
+    )  # lowest
+    assert drawn[3] == ([60, 1.0], None) and len(drawn) == 4
+    assert (out / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    table = (out / "table.md").read_text().splitlines()
+    assert table[0].startswith("| choice | seeds | lowest held-out loss | above the best | at images |")
+    assert table[2].startswith("| lr 1 | 2 | 1 ± 1.4 | 0 ± 0 | 40 ± 0 | 101 ± 1.4 |") and len(table) == 4

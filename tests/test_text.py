@@ -30,8 +30,9 @@ import SD_Convert
 import SD_ImageGen
 import SD_Model
 from sd.errors import InputError
+from sd.setup import text_encoder_of
 from sd.weights.int8 import FORMAT, KEY, from_int8, to_int8
-from sd.weights.read import checkpoint_problem, load_text_encoder, open_model
+from sd.weights.read import checkpoint_problem, load_text_encoder, named_text_encoder, open_model
 from sd.weights.text import save_int8_folder
 from SD_Model import TextEncoder
 
@@ -285,6 +286,14 @@ def trained(data, bert, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("trained") / "run"
     train(data, bert, out, "--train_text_encoder", "--lr", 0.05)
     return out
+
+
+def test_the_small_model_s_own_text_encoder_can_be_trained_with():
+    """A run that starts from demo/drawings names the folder of its text encoder, which is in 8 bits."""
+    folder = Path(__file__).resolve().parent.parent / "demo" / "drawings"
+    found, wanted = (e.model.state_dict() for e in (named_text_encoder(text_encoder_of(str(folder))),
+                                                    open_model(folder).text_encoder()))  # fmt: skip
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_int8_keeps_each_weight_to_half_a_step():

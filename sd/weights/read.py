@@ -144,6 +144,8 @@ def named_text_encoder(name: str) -> TextEncoder:
     path = Path(name)
     if path.is_file() or any((path / part).exists() for part in ("model.json", "checkpoints", "model_index.json")):
         return open_model(path).text_encoder()
+    if (path / TEXT_FILE).is_file():
+        return load_int8_folder(path)
     return TextEncoder.from_pretrained(name)
 
 
