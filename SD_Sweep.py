@@ -1,9 +1,9 @@
 """Runs a study: the same training under other flags and seeds, one after the other or one a GPU, and one page of it.
 
-    python SD_Sweep.py plans/lora_lr.json --out runs/study --dry_run
-    python SD_Sweep.py plans/lora_lr.json --out runs/study --set data=data/mine base=v1-5.safetensors
-    python SD_Sweep.py plans/lora_lr.json --out runs/study --gpus 0,1,2,3       # again after a stop, and it goes on
-    python SD_Sweep.py plans/lora_lr.json --out runs/study --set ... -- --size 256 --model small    # all trainings have
+    python SD_Sweep.py plans/lora_lr.json --out runs/study --set pictures=photos base=v1-5.ckpt steps=900 lr=1e-4
+    python SD_Sweep.py plans/lora_lr.json --out runs/study --set ... --dry_run
+    python SD_Sweep.py plans/lora_lr.json --out runs/study --set ... --gpus 0,1,2,3    # after a stop it goes on
+    python SD_Sweep.py plans/lora_lr.json --out runs/study --set ... -- --size 256 --model small  # all trainings have
 
 A plan is a JSON object:
 
@@ -45,17 +45,17 @@ from sd.cli import parser
 from sd.errors import InputError, run
 from sd.files import atomic_write, make_folder
 from sd.sweep import (
-    MEASURED,
     Trial,
     as_csv,
-    as_markdown,
     curve,
     draw_curves,
     in_words,
+    markdown,
     mean_curves,
     read_plan,
     result_of,
     summary,
+    table_of,
     trials,
     with_words,
 )
@@ -161,11 +161,10 @@ def write_page(out: Path, plan: dict, todo: list[Trial], failed: dict[str, str])
         results, {r.trial.name: curve(out / r.trial.name, "train", plan["weights"]) for r in results}
     )
     draw_curves(out / "curves.png", held_out, plan["name"])
-    atomic_write(out / "table.md", as_markdown(rows, plan))
-    columns = [*MEASURED, *plan["figures"]]
-    table = [[row["choice"], str(row["seeds"]), *(in_words(row, name) for name in columns)] for row in rows]
+    head, lines = table_of(rows, plan)
+    atomic_write(out / "table.md", markdown(head, lines))
     about = [plan["about"]] if plan["about"] else []
-    parts = [page.section("What was compared", *about, page.table(["choice", "seeds", *columns], table))]
+    parts = [page.section("What was compared", *about, page.table(head, lines))]
     for title, series in (("Held-out pictures", held_out), ("Training pictures, the same noise", training)):
         if any(series.values()):
             parts.append(page.section(f"Loss: {title.lower()}", page.curves(series, "images seen", "loss")))

@@ -157,6 +157,12 @@ def find_thing(image: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return mask.astype(bool), background
 
 
+def colours_of(image: np.ndarray) -> tuple[str, str]:
+    """The words for the colours of the thing ('' without any) and of the background of a picture on a plain ground."""
+    mask, ground = find_thing(image)
+    return drawings.colour_of(drawings.to_lab(image)[mask]), drawings.nearest_background(ground)
+
+
 def cut_out(image: np.ndarray, side: int = SIDE) -> np.ndarray:
     """The thing of a picture alone, in the middle of a white square: RGB uint8 [side, side, 3]. The whole picture where
     nothing stands out."""
@@ -359,9 +365,8 @@ def measure(world: World, prompts: list[dict], images: list[np.ndarray], with_co
     ):
         right, unseen_pair = [], []
         for prompt, image in by_test[test]:
-            mask, ground = find_thing(image)
-            tint = drawings.colour_of(drawings.to_lab(image)[mask]) if test == "colour" else None
-            right.append((tint if test == "colour" else drawings.nearest_background(ground)) == prompt[column])
+            tint, ground = colours_of(image)
+            right.append((tint if test == "colour" else ground) == prompt[column])
             unseen_pair.append(drawings.held_colour(prompt["concept"], prompt[column]))
         if right:
             of_unseen = [hit for hit, unseen in zip(right, unseen_pair) if unseen]

